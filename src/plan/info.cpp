@@ -1,0 +1,2 @@
+#include "headrace/headrace.h"
+const char* hr_info(void) { return "{}"; }

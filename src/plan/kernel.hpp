@@ -1,0 +1,38 @@
+// What a backend gives the planner: a kernel for one validated problem.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "describe/problem.hpp"
+
+namespace headrace {
+
+// What explain says of a kernel, beside what follows from the problem alone.
+struct KernelReport {
+  std::string name;  // e.g. "cpu.forward.avx3"
+  std::int64_t tile_q = 0, tile_k = 0;
+  std::int64_t splits = 1;  // parts into which the keys of a row are split, merged as states
+  std::int64_t tasks = 0;   // independent pieces of work
+  int threads = 1;
+  std::size_t fast_bytes = 0;      // cache (CPU) or shared memory (GPU) that one task works in
+  std::vector<std::string> notes;  // why a faster kernel was not chosen, one sentence each
+};
+
+class Kernel {
+ public:
+  virtual ~Kernel() = default;
+  [[nodiscard]] virtual std::size_t workspace_bytes() const = 0;
+  [[nodiscard]] virtual KernelReport report() const = 0;
+  // Allocates nothing and does not fail. workspace: workspace_bytes() bytes, 64-byte aligned.
+  virtual void execute(const Buffers& buffers, std::byte* workspace) const = 0;
+};
+
+// The problem must outlive the kernel.
+std::unique_ptr<Kernel> make_reference_kernel(const Problem& problem);
+std::unique_ptr<Kernel> make_cpu_kernel(const Problem& problem);
+
+}  // namespace headrace
