@@ -16,7 +16,7 @@ namespace headrace {
 // Thrown by every step before execution and turned into status + message at the C border.
 class Failure : public std::runtime_error {
  public:
-  Failure(hr_status status, const std::string& message) : std::runtime_error(message), status(status) {}
+  Failure(hr_status code, const std::string& message) : std::runtime_error(message), status(code) {}
   hr_status status;
 };
 
