@@ -105,15 +105,16 @@ struct Tensor : hr_tensor {
 
 // One attention call: the fields of hr_attention with C++ types and defaults.
 struct Attention {
-  Tensor q, k, v, out, lse;
-  Tensor bias, mask, alibi_slopes, sinks;
-  Tensor block_mask;
+  // Every member has an initializer, so that designated initializers may leave any out without a warning.
+  Tensor q{}, k{}, v{}, out{}, lse{};
+  Tensor bias{}, mask{}, alibi_slopes{}, sinks{};
+  Tensor block_mask{};
   std::int64_t block_q = 0, block_k = 0;
-  Tensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
-  Tensor dout, dlse, dq, dk, dv, dbias, dsinks;
+  Tensor cu_seqlens_q{}, cu_seqlens_k{}, seqused_q{}, seqused_k{};
+  Tensor dout{}, dlse{}, dq{}, dk{}, dv{}, dbias{}, dsinks{};
   Causal causal = Causal::none;
-  std::optional<double> scale;
-  std::optional<std::int64_t> window_left, window_right;
+  std::optional<double> scale{};
+  std::optional<std::int64_t> window_left{}, window_right{};
   double softcap = 0.0;
   double dropout_p = 0.0;
   std::uint64_t seed = 0;
