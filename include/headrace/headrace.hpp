@@ -82,14 +82,14 @@ struct Tensor : hr_tensor {
 
   // Contiguous, of a C++ arithmetic type.
   template <typename T>
-  Tensor(T* data, std::initializer_list<std::int64_t> shape) : Tensor(data, detail::dtype_of<T>(), shape) {}
+  Tensor(T* elements, std::initializer_list<std::int64_t> dims) : Tensor(elements, detail::dtype_of<T>(), dims) {}
 
   // Contiguous, of any dtype (16-bit types have no C++ type here).
-  Tensor(const void* data, DType dtype, std::span<const std::int64_t> shape)
-      : hr_tensor(hr_tensor_contiguous(const_cast<void*>(data), static_cast<hr_dtype>(dtype),
-                                       static_cast<int>(shape.size()), shape.data())) {}
-  Tensor(const void* data, DType dtype, std::initializer_list<std::int64_t> shape)
-      : Tensor(data, dtype, std::span<const std::int64_t>(shape.begin(), shape.size())) {}
+  Tensor(const void* elements, DType type, std::span<const std::int64_t> dims)
+      : hr_tensor(hr_tensor_contiguous(const_cast<void*>(elements), static_cast<hr_dtype>(type),
+                                       static_cast<int>(dims.size()), dims.data())) {}
+  Tensor(const void* elements, DType type, std::initializer_list<std::int64_t> dims)
+      : Tensor(elements, type, std::span<const std::int64_t>(dims.begin(), dims.size())) {}
 
   // The same shape and type with other strides (in elements), one for each dimension.
   [[nodiscard]] Tensor with_strides(std::initializer_list<std::int64_t> strides) const {
