@@ -1,6 +1,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "reference/passes.hpp"
 #include "reference/softmax_row.hpp"
@@ -96,7 +97,7 @@ class Backward {
     store_elements(buffers_.dq, p.dtype, p.dq.at(batch, sequence(b).q_begin + i, h), p.head_dim, scratch.dq);
 
     const bool has_sink = scores.sink() != -std::numeric_limits<double>::infinity();
-    return has_sink ? -std::exp(scores.sink() - softmax.lse) * d : 0.0;
+    return has_sink ? -softmax.p_sink * d : 0.0;
   }
 
   const Problem& p;

@@ -1,6 +1,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "reference/passes.hpp"
 #include "reference/softmax_row.hpp"

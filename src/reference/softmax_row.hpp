@@ -1,10 +1,9 @@
 // The probabilities of one row and, backward, the gradients of its scores.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
-#include <limits>
 
+#include "headrace/streaming.hpp"
 #include "reference/scores.hpp"
 #include "reference/workspace.hpp"
 
@@ -13,31 +12,28 @@ namespace headrace::reference {
 struct SoftmaxRow {
   std::int64_t visible = 0;  // how many keys the row sees
   double lse = 0.0;
+  double p_sink = 0.0;  // the probability that goes to the sink
 };
 
 // From row.q fills row.keys, row.q_dot_k and row.p. k: [k_len, head_dim]. Keys that a mask hides are
 // left out altogether, so that a NaN in them cannot matter.
 inline SoftmaxRow softmax_row(const Scores& scores, std::int64_t i, std::int64_t k_len, std::int64_t head_dim,
                               const double* k, const RowScratch& row) {
-  constexpr double infinity = std::numeric_limits<double>::infinity();
   SoftmaxRow result;
-  double maximum = scores.sink();
   for (std::int64_t j = 0; j < k_len; ++j) {
     if (!scores.visible(i, j)) continue;
     const std::int64_t n = result.visible++;
     row.keys[n] = j;
     row.q_dot_k[n] = dot(row.q, k + j * head_dim, head_dim);
     row.p[n] = scores.score(i, j, row.q_dot_k[n]);
-    if (row.p[n] > maximum) maximum = row.p[n];
   }
-
-  // A term of -inf is 0 even where the maximum is -inf too.
-  double total = scores.sink() == -infinity ? 0.0 : std::exp(scores.sink() - maximum);
-  for (std::int64_t n = 0; n < result.visible; ++n)
-    if (row.p[n] != -infinity) total += std::exp(row.p[n] - maximum);
-  result.lse = total == 0.0 ? -infinity : maximum + std::log(total);
-  for (std::int64_t n = 0; n < result.visible; ++n)
-    row.p[n] = row.p[n] == -infinity ? 0.0 : std::exp(row.p[n] - result.lse);
+  SoftmaxState<double> state;
+  state.update(row.p, result.visible);
+  state.update(scores.sink());
+  const auto [lse, scale] = state.finalize();
+  for (std::int64_t n = 0; n < result.visible; ++n) row.p[n] = state.weight(row.p[n]) * scale;
+  result.p_sink = state.weight(scores.sink()) * scale;
+  result.lse = lse;
   return result;
 }
 
