@@ -6,12 +6,20 @@
 namespace headrace {
 namespace {
 
+// Threads cost more than they bring where a pass takes a millisecond, as in the thousands of small problems
+// of a randomized test.
+int choose_threads(const Problem& p) {
+  double pairs = 0.0;
+  for (const Sequence& s : p.sequences) pairs += static_cast<double>(s.q_len) * static_cast<double>(s.k_len);
+  const double multiply_adds = pairs * static_cast<double>(p.heads_q) * static_cast<double>(p.head_dim + p.value_dim);
+  if (multiply_adds < 4e6) return 1;
+  return p.threads > 0 ? p.threads : omp_get_max_threads();
+}
+
 class ReferenceKernel final : public Kernel {
  public:
   explicit ReferenceKernel(const Problem& problem)
-      : problem_(problem),
-        threads_(problem.threads > 0 ? problem.threads : omp_get_max_threads()),
-        workspace_(problem, threads_) {}
+      : problem_(problem), threads_(choose_threads(problem)), workspace_(problem, threads_) {}
 
   [[nodiscard]] std::size_t workspace_bytes() const override { return workspace_.bytes(); }
 
