@@ -1,7 +1,6 @@
 // Attention over two keys with equal scores is the mean of their values.
-#include <headrace/headrace.hpp>
-
 #include <cstdio>
+#include <headrace/headrace.hpp>
 #include <vector>
 
 int main() {

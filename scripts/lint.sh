@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# lint.sh [CHECK...]: format, headers, paths, shell and tidy; without arguments all of them. tidy needs a
+# configured build tree, BUILD_DIR (build/release).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+build_dir=${BUILD_DIR:-build/release}
+
+check_format() {
+  git ls-files -z '*.c' '*.cpp' '*.h' '*.hpp' | xargs -0 clang-format-14 --dry-run --Werror
+}
+
+# Every header compiles alone, and twice. -inl.hpp files are made to be included once a SIMD target.
+check_headers() {
+  local header failed=0
+  while read -r header; do
+    printf '#include "%s"\n#include "%s"\n' "$header" "$header" |
+      "${CXX:-g++}" -std=c++20 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -fopenmp -Iinclude -Isrc -I. -x c++ - ||
+      { echo "$header does not compile alone" >&2 && failed=1; }
+  done < <(git ls-files 'include/*.h' 'include/*.hpp' 'src/*.hpp' | grep -v -- '-inl\.hpp$')
+  printf '#include "headrace/headrace.h"\n' |
+    "${CC:-gcc}" -std=c11 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -Iinclude -x c - ||
+    { echo "headrace.h is not C11" >&2 && failed=1; }
+  return $failed
+}
+
+# Nothing may depend on, or tell, the machine it was written on.
+check_paths() {
+  ! git grep -nIE '/(home|Users|root|work|mnt)/[a-z]' -- . ':!scripts/lint.sh' >&2 &&
+    ! git grep -nIF -e "$PWD/" -- . >&2
+}
+
+check_shell() {
+  git ls-files -z '*.sh' .ci/run | xargs -0 shellcheck
+}
+
+check_tidy() {
+  # compile_commands.json lists each source once for every target that it belongs to.
+  git ls-files 'src/*.cpp' 'tools/*.cpp' | sed "s|^|$PWD/|" |
+    xargs run-clang-tidy-14 -quiet -j "$(nproc)" -p "$build_dir"
+}
+
+(($#)) || set -- format headers paths shell tidy
+for check in "$@"; do
+  echo "== $check"
+  "check_$check"
+done

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# check_setup.sh: scripts/setup.sh on machines that lack packages, played by stand-ins for dpkg-query,
+# apt-get and id.
+set -euo pipefail
+setup=$(cd "$(dirname "$0")/../.." && pwd)/scripts/setup.sh
+stubs=$(mktemp -d)
+trap 'rm -rf "$stubs"' EXIT
+stub() { printf '#!/bin/bash\n%s\n' "$2" >"$stubs/$1" && chmod +x "$stubs/$1"; }
+fail() { echo "check_setup.sh: $1" >&2 && exit 1; }
+run() { PATH=$stubs:$PATH "$setup" "$@" >"$stubs/output" 2>&1; }
+
+stub dpkg-query '[[ $* == *libfmt-dev* ]] && exit 1; echo installed'
+stub apt-get "echo \"\$*\" >>$stubs/apt"
+
+stub id 'echo 1000'
+if run build test; then fail 'missing packages without root must be an error'; fi
+grep -q 'apt-get install .* libfmt-dev$' "$stubs/output" || fail 'must name exactly the missing packages'
+[[ ! -e $stubs/apt ]] || fail 'must not try to install without root'
+
+stub id 'echo 0'
+run build test || fail 'root must install'
+[[ $(cat "$stubs/apt") == 'install '*' libfmt-dev' ]] || fail 'must install what is missing, and only that'
+
+# The lists of a fresh machine are empty: the first try fails, the next one follows an update.
+stub apt-get "echo \"\$*\" >>$stubs/apt; [[ \$1 == update || -e $stubs/updated ]] || exit 100; touch $stubs/updated"
+: >"$stubs/apt"
+run build || fail 'must try again after apt-get update'
+[[ $(cut -d' ' -f1 "$stubs/apt" | tr '\n' ' ') == 'install update install ' ]] || fail 'wrong order of apt-get calls'
+
+stub dpkg-query 'echo installed'
+stub id 'echo 1000'
+rm "$stubs/apt"
+run build test ci || fail 'nothing missing must pass without root'
+[[ ! -e $stubs/apt ]] || fail 'nothing missing must not call apt-get'
+
+if run nonsense; then fail 'an unknown group must be an error'; fi
