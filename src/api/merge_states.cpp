@@ -1,5 +1,5 @@
-// hr_merge_states: two partial attentions over disjoint keys become one (the merge of DESIGN section 2's
-// streaming state, in its finalized form: FlashAttention's rescaling, Dao et al. 2022, section 3.1).
+// hr_merge_states: two partial attentions over disjoint keys become one: the merge of the streaming
+// state in its finalized form (FlashAttention's rescaling, Dao et al. 2022, section 3.1).
 #include <fmt/format.h>
 
 #include <cmath>
@@ -7,97 +7,71 @@
 #include <limits>
 
 #include "api/guard.hpp"
-#include "describe/scalar.hpp"
+#include "describe/element.hpp"
 #include "describe/tensor_view.hpp"
 #include "headrace/headrace.h"
 
 namespace headrace {
 namespace {
 
-// How an element is stored, and its value in float64.
-template <typename T>
-struct Native {
-  using Stored = T;
-  static double load(T value) { return static_cast<double>(value); }
-  static T store(double value) { return static_cast<T>(value); }
-};
-
-template <typename Format>
-struct Packed {
-  using Stored = std::uint16_t;
-  static double load(std::uint16_t value) { return Format::to_double(value); }
-  static std::uint16_t store(double value) { return Format::from_double(value); }
-};
-
+// One partial attention, or the merged one.
 struct Side {
   const hr_tensor &out, &lse;
 };
 
-template <typename Element>
-typename Element::Stored* row_of(const hr_tensor& out, std::int64_t b, std::int64_t i, std::int64_t h) {
-  return static_cast<typename Element::Stored*>(out.data) + b * stride_of(out, 0) + i * stride_of(out, 1) +
-         h * stride_of(out, 2);
-}
-
-template <typename Lse>
-Lse& lse_of(const hr_tensor& lse, std::int64_t b, std::int64_t h, std::int64_t i) {
-  return static_cast<Lse*>(lse.data)[b * stride_of(lse, 0) + h * stride_of(lse, 1) + i * stride_of(lse, 2)];
-}
-
-template <typename Element, typename Lse>
-void merge_row(const Side& a, const Side& b, const Side& result, std::int64_t n, std::int64_t i, std::int64_t h) {
-  using Stored = typename Element::Stored;
-  constexpr Lse nothing = -std::numeric_limits<Lse>::infinity();
-  const Lse lse_a = lse_of<Lse>(a.lse, n, h, i), lse_b = lse_of<Lse>(b.lse, n, h, i);
-  Lse& lse = lse_of<Lse>(result.lse, n, h, i);
-  const Stored* out_a = row_of<Element>(a.out, n, i, h);
-  const Stored* out_b = row_of<Element>(b.out, n, i, h);
-  Stored* out = row_of<Element>(result.out, n, i, h);
-  const std::int64_t dim = result.out.shape[3];
-  const std::int64_t step_a = stride_of(a.out, 3), step_b = stride_of(b.out, 3), step = stride_of(result.out, 3);
-
-  if (lse_a == nothing && lse_b == nothing) {
-    lse = nothing;
-    for (std::int64_t x = 0; x < dim; ++x) out[x * step] = Element::store(0.0);
-  } else if (lse_b == nothing) {
-    lse = lse_a;
-    for (std::int64_t x = 0; x < dim; ++x) out[x * step] = out_a[x * step_a];
-  } else if (lse_a == nothing) {
-    lse = lse_b;
-    for (std::int64_t x = 0; x < dim; ++x) out[x * step] = out_b[x * step_b];
-  } else {
-    // Weights relative to the larger one: no exponential exceeds 1. A NaN on either side stays one.
-    const double max = std::fmax(static_cast<double>(lse_a), static_cast<double>(lse_b));
-    const double exp_a = std::exp(static_cast<double>(lse_a) - max), exp_b = std::exp(static_cast<double>(lse_b) - max);
-    const double sum = exp_a + exp_b;
-    const double weight_a = exp_a / sum, weight_b = exp_b / sum;
-    lse = static_cast<Lse>(max + std::log(sum));
-    for (std::int64_t x = 0; x < dim; ++x)
-      out[x * step] =
-          Element::store(weight_a * Element::load(out_a[x * step_a]) + weight_b * Element::load(out_b[x * step_b]));
+template <typename T>
+struct Vectors {  // [batch, seqlen_q, heads, value_dim]
+  explicit Vectors(const hr_tensor& t)
+      : data(static_cast<T*>(t.data)), stride{stride_of(t, 0), stride_of(t, 1), stride_of(t, 2), stride_of(t, 3)} {}
+  [[nodiscard]] T& at(std::int64_t b, std::int64_t i, std::int64_t h, std::int64_t x) const {
+    return data[b * stride[0] + i * stride[1] + h * stride[2] + x * stride[3]];
   }
-}
+  T* data;
+  std::int64_t stride[4];
+};
 
-template <typename Element, typename Lse>
-void merge(const Side& a, const Side& b, const Side& result) {
-  const std::int64_t batch = result.out.shape[0], seqlen = result.out.shape[1], heads = result.out.shape[2];
-  const std::int64_t rows = batch * seqlen * heads;
-#pragma omp parallel for schedule(static) if (rows * result.out.shape[3] > 65536)
-  for (std::int64_t row = 0; row < rows; ++row)
-    merge_row<Element, Lse>(a, b, result, row / heads / seqlen, row / heads % seqlen, row % heads);
-}
+template <typename T>
+struct Statistics {  // [batch, heads, seqlen_q]
+  explicit Statistics(const hr_tensor& t)
+      : data(static_cast<T*>(t.data)), stride{stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)} {}
+  [[nodiscard]] T& at(std::int64_t b, std::int64_t h, std::int64_t i) const {
+    return data[b * stride[0] + h * stride[1] + i * stride[2]];
+  }
+  T* data;
+  std::int64_t stride[3];
+};
 
-template <typename Lse>
-void merge(const Side& a, const Side& b, const Side& result) {
-  switch (result.out.dtype) {
-    case HR_FLOAT16:
-      return merge<Packed<Half>, Lse>(a, b, result);
-    case HR_BFLOAT16:
-      return merge<Packed<BFloat16>, Lse>(a, b, result);
-    case HR_FLOAT64:
-      return merge<Native<double>, Lse>(a, b, result);
-    default:
-      return merge<Native<float>, Lse>(a, b, result);
+template <typename T, typename Lse>
+void merge(const Side& side_a, const Side& side_b, const Side& result) {
+  const Vectors<T> out_a(side_a.out), out_b(side_b.out), out(result.out);
+  const Statistics<Lse> lse_a(side_a.lse), lse_b(side_b.lse), lse(result.lse);
+  const std::int64_t seqlen = result.out.shape[1], heads = result.out.shape[2], dim = result.out.shape[3];
+  const std::int64_t rows = result.out.shape[0] * seqlen * heads;
+  constexpr Lse nothing = -std::numeric_limits<Lse>::infinity();
+
+#pragma omp parallel for schedule(static) if (rows * dim > 65536)
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t b = row / heads / seqlen, i = row / heads % seqlen, h = row % heads;
+    const Lse a_lse = lse_a.at(b, h, i), b_lse = lse_b.at(b, h, i);
+    if (a_lse == nothing && b_lse == nothing) {
+      lse.at(b, h, i) = nothing;
+      for (std::int64_t x = 0; x < dim; ++x) out.at(b, i, h, x) = static_cast<T>(0.0);
+    } else if (a_lse == nothing || b_lse == nothing) {  // bit for bit, whatever the empty side's out holds
+      const Vectors<T>& from = b_lse == nothing ? out_a : out_b;
+      lse.at(b, h, i) = b_lse == nothing ? a_lse : b_lse;
+      for (std::int64_t x = 0; x < dim; ++x) out.at(b, i, h, x) = from.at(b, i, h, x);
+    } else {
+      // Weights relative to the larger one: no exponential exceeds 1. A NaN on either side stays one.
+      const double max = std::fmax(static_cast<double>(a_lse), static_cast<double>(b_lse));
+      const double exp_a = std::exp(static_cast<double>(a_lse) - max);
+      const double exp_b = std::exp(static_cast<double>(b_lse) - max);
+      const double sum = exp_a + exp_b;
+      const double weight_a = exp_a / sum, weight_b = exp_b / sum;
+      lse.at(b, h, i) = static_cast<Lse>(max + std::log(sum));
+      for (std::int64_t x = 0; x < dim; ++x)
+        out.at(b, i, h, x) = static_cast<T>(weight_a * static_cast<double>(out_a.at(b, i, h, x)) +
+                                            weight_b * static_cast<double>(out_b.at(b, i, h, x)));
+    }
   }
 }
 
@@ -176,10 +150,12 @@ void checked_merge(const Argument (&outs)[3], const Argument (&lses)[3]) {
 
   const Side a{*outs[0].tensor, *lses[0].tensor}, b{*outs[1].tensor, *lses[1].tensor};
   const Side result{*outs[2].tensor, *lses[2].tensor};
-  if (result.lse.dtype == HR_FLOAT64)
-    merge<double>(a, b, result);
-  else
-    merge<float>(a, b, result);
+  with_element_type(static_cast<hr_dtype>(result.out.dtype), [&]<typename T>(T) {
+    if (result.lse.dtype == HR_FLOAT64)
+      merge<T, double>(a, b, result);
+    else
+      merge<T, float>(a, b, result);
+  });
 }
 
 }  // namespace
