@@ -93,6 +93,9 @@ hr_status hr_plan_create(const hr_attention* attention, hr_pass pass, hr_plan** 
     *plan = nullptr;
     headrace::not_null("attention", attention);
     auto made = std::make_unique<hr_plan>(*attention, headrace::pass_of(pass));
+    // The block mask may be read here only: its memory need not outlive this call.
+    made->explanation =
+        headrace::explain(made->problem, *made->kernel, static_cast<const std::uint8_t*>(attention->block_mask.data));
     *plan = made.release();
   });
 }
@@ -109,9 +112,11 @@ hr_status hr_plan_execute(const hr_plan* plan, const hr_attention* attention, vo
   });
 }
 
-const char* hr_plan_explain(const hr_plan* plan) { return plan == nullptr ? "" : plan->text.c_str(); }
+const char* hr_plan_explain(const hr_plan* plan) { return plan == nullptr ? "" : plan->explanation.text.c_str(); }
 
-const char* hr_plan_explain_json(const hr_plan* plan) { return plan == nullptr ? "{}" : plan->json.c_str(); }
+const char* hr_plan_explain_json(const hr_plan* plan) {
+  return plan == nullptr ? "{}" : plan->explanation.json.c_str();
+}
 
 hr_status hr_forward(const hr_attention* attention) { return headrace::run(attention, headrace::Pass::forward); }
 

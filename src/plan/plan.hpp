@@ -2,9 +2,9 @@
 #pragma once
 
 #include <memory>
-#include <string>
 
 #include "describe/problem.hpp"
+#include "plan/explain.hpp"
 #include "plan/kernel.hpp"
 
 // Immutable once made, and never moved: the kernel refers to the problem.
@@ -19,5 +19,5 @@ struct hr_plan {
   hr_attention described;  // compared with the call at execution; its metadata pointers are never followed
   headrace::Problem problem;
   std::unique_ptr<headrace::Kernel> kernel;
-  std::string text, json;  // set by hr_plan_create
+  headrace::Explanation explanation;  // set by hr_plan_create: the convenience calls have no use for it
 };
