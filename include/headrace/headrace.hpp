@@ -77,7 +77,8 @@ constexpr DType dtype_of() {
 
 // A view of the caller's memory; see hr_tensor. An empty Tensor is an absent one.
 struct Tensor : hr_tensor {
-  Tensor() : hr_tensor{} {}
+  // constexpr keeps GCC 12 from warning of uninitialized optionals in a default-constructed Attention.
+  constexpr Tensor() : hr_tensor{} {}
   Tensor(const hr_tensor& view) : hr_tensor(view) {}
 
   // Contiguous, of a C++ arithmetic type.
