@@ -1,4 +1,114 @@
+// The CPU backend's kernels: runs the tasks of a plan on the threads of OpenMP.
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "cpu/plans.hpp"
+#include "cpu/targets.hpp"
+#include "cpu/tile_config.hpp"
+#include "describe/element.hpp"
 #include "plan/kernel.hpp"
+
 namespace headrace {
-std::unique_ptr<Kernel> make_cpu_kernel(const Problem&) { throw Failure(HR_ERROR_UNSUPPORTED, "cpu: not built yet"); }
+namespace {
+
+int plan_threads(const Problem& p, std::size_t tasks) {
+  const int wanted = p.threads > 0 ? p.threads : omp_get_max_threads();
+  return static_cast<int>(std::clamp<std::size_t>(tasks, 1, static_cast<std::size_t>(std::max(1, wanted))));
+}
+
+// Hands out the numbers 0 ... count - 1 in order, each to one thread.
+class Counter {
+ public:
+  explicit Counter(std::size_t count) : count_(count) {}
+  bool next(std::size_t& index) {
+    index = next_.fetch_add(1, std::memory_order_relaxed);
+    return index < count_;
+  }
+
+ private:
+  std::size_t count_;
+  std::atomic<std::size_t> next_{0};
+};
+
+// Zeroes the rows of no sequence: [heads, rows, size] elements of the tensor at data.
+void zero_rows(const std::vector<RowRange>& ranges, void* data, hr_dtype dtype, const RowStrides& strides, Index heads,
+               Index size) {
+  for (const RowRange& range : ranges) {
+    for (Index row = range.begin; row < range.end; ++row) {
+      for (Index h = 0; h < heads; ++h) fill_elements(data, dtype, strides.at(range.batch, row, h), size, 0.0);
+    }
+  }
+}
+
+class ForwardKernel final : public Kernel {
+ public:
+  explicit ForwardKernel(const Problem& p)
+      : problem_(p),
+        target_(cpu::chosen()),
+        plan_(cpu::plan_forward(p, target_.table())),
+        threads_(plan_threads(p, plan_.tasks.size())) {}
+
+  [[nodiscard]] std::size_t workspace_bytes() const override {
+    return shared_bytes() + static_cast<std::size_t>(threads_) * plan_.scratch_bytes;
+  }
+
+  [[nodiscard]] KernelReport report() const override {
+    return {.name = "cpu.forward." + std::string(target_.name),
+            .tile_q = cpu::tile_q,
+            .tile_k = cpu::tile_k,
+            .splits = plan_.splits,
+            .tasks = static_cast<Index>(plan_.tasks.size()),
+            .threads = threads_,
+            .fast_bytes = plan_.scratch_bytes,
+            .notes = {}};
+  }
+
+  void execute(const Buffers& buffers, std::byte* workspace) const override {
+    const cpu::KernelTable& kernels = target_.table();
+    Counter tasks(plan_.tasks.size());
+    Counter merges(plan_.splits > 1 ? plan_.tasks.size() / static_cast<std::size_t>(plan_.splits) : 0);
+#pragma omp parallel num_threads(threads_)
+    {
+      const cpu::Workspace mine{
+          .shared = workspace,
+          .scratch = workspace + shared_bytes() + static_cast<std::size_t>(omp_get_thread_num()) * plan_.scratch_bytes};
+      std::size_t index = 0;
+      while (tasks.next(index)) kernels.forward(plan_, buffers, index, mine);
+      if (plan_.splits > 1) {
+#pragma omp barrier
+        while (merges.next(index)) {
+          kernels.merge_splits(plan_, buffers, index * static_cast<std::size_t>(plan_.splits), mine);
+        }
+      }
+    }
+    zero_rows(problem_.unused_q, buffers.out, problem_.dtype, problem_.out, problem_.heads_q, problem_.value_dim);
+    if (!problem_.has_lse) return;
+    for (const RowRange& range : problem_.unused_q) {
+      for (Index h = 0; h < problem_.heads_q; ++h) {
+        for (Index row = range.begin; row < range.end; ++row) {
+          store_element(buffers.lse, problem_.lse_dtype, problem_.lse.at(range.batch, h, row),
+                        -std::numeric_limits<double>::infinity());
+        }
+      }
+    }
+  }
+
+ private:
+  [[nodiscard]] std::size_t shared_bytes() const { return plan_.partial_bytes * plan_.tasks.size(); }
+
+  const Problem& problem_;
+  const cpu::Target& target_;
+  cpu::ForwardPlan plan_;
+  int threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Kernel> make_cpu_kernel(const Problem& problem) {
+  if (problem.pass == Pass::backward) throw Failure(HR_ERROR_UNSUPPORTED, "cpu: the backward pass is not built yet");
+  return std::make_unique<ForwardKernel>(problem);
+}
+
 }  // namespace headrace

@@ -1,8 +1,100 @@
 #include "cpu/targets.hpp"
 
-namespace headrace::cpu {
+#include "cpu/kernels.hpp"
+#include "cpu/simd/target.hpp"
 
-std::string_view chosen_target() { return "none"; }
-std::vector<std::string> available_targets() { return {}; }
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/targets.cpp"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target:
+#include "hwy/highway.h"
+
+namespace headrace::cpu::HWY_NAMESPACE {
+
+void add_forward(KernelTable& table);   // forward.cpp
+void add_backward(KernelTable& table);  // backward.cpp
+
+const KernelTable& table() {
+  static const KernelTable table = [] {
+    KernelTable t;
+    add_forward(t);
+    add_backward(t);
+    return t;
+  }();
+  return table;
+}
+
+}  // namespace headrace::cpu::HWY_NAMESPACE
+
+#if HWY_ONCE
+
+#include <algorithm>
+#include <cstdlib>
+#include <iterator>
+
+#include "describe/problem.hpp"
+
+namespace headrace::cpu {
+namespace {
+
+// Best first.
+constexpr Target targets[] = {
+#if HWY_ARCH_X86
+    {"avx512_bf16",
+     [] {
+       return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+              __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512bitalg") &&
+              __builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("avx512vnni") &&
+              __builtin_cpu_supports("gfni");
+     },
+     N_AVX3_DL::table},
+    {"avx512",
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+     },
+     N_AVX3::table},
+    {"avx2",
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"); },
+     N_AVX2::table},
+    {"sse4", [] { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul"); }, N_SSE4::table},
+#elif HWY_ARCH_ARM
+    {"neon", [] { return true; }, N_NEON::table},
+#endif
+};
+
+const Target* choose() {
+  const char* wanted = std::getenv("HEADRACE_SIMD");
+  const auto* const found = std::find_if(std::begin(targets), std::end(targets), [wanted](const Target& t) {
+    return (wanted == nullptr || *wanted == '\0' || t.name == wanted) && t.supported();
+  });
+  return found == std::end(targets) ? nullptr : found;
+}
+
+}  // namespace
+
+const Target& chosen() {
+  static const Target* const target = choose();
+  if (target == nullptr) {
+    std::string names;
+    for (const std::string& name : available_targets()) names += (names.empty() ? "" : ", ") + name;
+    throw Failure(HR_ERROR_VALUE, std::string("HEADRACE_SIMD: is \"") + std::getenv("HEADRACE_SIMD") +
+                                      "\"; this machine offers " + names);
+  }
+  return *target;
+}
+
+std::string_view chosen_target() { return chosen().name; }
+
+std::vector<std::string> available_targets() {
+  std::vector<std::string> names;
+  for (const Target& t : targets) {
+    if (t.supported()) names.emplace_back(t.name);
+  }
+  return names;
+}
 
 }  // namespace headrace::cpu
+
+#endif  // HWY_ONCE

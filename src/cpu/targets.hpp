@@ -7,6 +7,18 @@
 
 namespace headrace::cpu {
 
+struct KernelTable;  // kernels.hpp
+
+struct Target {
+  std::string_view name;
+  bool (*supported)();  // by this machine
+  const KernelTable& (*table)();
+};
+
+// The best supported target, or the one that the environment variable HEADRACE_SIMD names (read once;
+// an unknown or unsupported name is an error for every plan).
+const Target& chosen();
+
 std::string_view chosen_target();
 std::vector<std::string> available_targets();  // best first
 

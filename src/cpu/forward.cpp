@@ -1,0 +1,325 @@
+// Streaming attention, forward (FlashAttention-2, Dao 2023, algorithm 1, for a CPU's caches): keys and
+// values pass through the cache in tiles; each query row carries its running maximum, sum and output.
+#include "cpu/simd/target.hpp"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/forward.cpp"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target:
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "cpu/kernels.hpp"
+#include "cpu/simd/gemm-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/pack-inl.h"
+#include "cpu/simd/scores-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/tile_config.hpp"
+#include "headrace/streaming.hpp"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace headrace::cpu::HWY_NAMESPACE {
+
+// The scratch memory of one task. Row r of query tile t is row t * tile_q + r of the state.
+template <typename C>
+struct ForwardScratch {
+  C *q, *kt, *v, *scores, *out, *max, *sum, *row;
+  ForwardScratch(const ForwardPlan& plan, std::byte* base)
+      : q(reinterpret_cast<C*>(base + plan.q)),
+        kt(reinterpret_cast<C*>(base + plan.kt)),
+        v(reinterpret_cast<C*>(base + plan.v)),
+        scores(reinterpret_cast<C*>(base + plan.scores)),
+        out(reinterpret_cast<C*>(base + plan.out)),
+        max(reinterpret_cast<C*>(base + plan.max)),
+        sum(reinterpret_cast<C*>(base + plan.sum)),
+        row(reinterpret_cast<C*>(base + plan.row)) {}
+};
+
+// The state that a task on one part of the keys leaves for merge_splits.
+template <typename C>
+struct PartialState {
+  C *out, *max, *sum;
+  PartialState(const ForwardPlan& plan, std::byte* shared, std::size_t task) {
+    const Index rows = tiles_per_task * round_up(tile_q, kBlockRows);
+    out = reinterpret_cast<C*>(shared + task * plan.partial_bytes);
+    max = out + rows * plan.ld_out;
+    sum = max + rows;
+  }
+};
+
+// Scores to unnormalised probabilities, in place, with the row's state (maximum, vector of partial
+// sums, output) moved to the new maximum.
+template <typename C>
+HWY_NOINLINE void softmax_row(C* HWY_RESTRICT s, Index begin, Index end, C* HWY_RESTRICT max, C* HWY_RESTRICT sums,
+                              C* HWY_RESTRICT out, Index out_size) {
+  const Wide<C> d;
+  const Index n = lanes<C>();
+  auto largest = hn::Set(d, kMinusInf<C>);
+  for (Index c = begin; c < end; c += n) largest = hn::Max(hn::LoadU(d, s + c), largest);
+  C tile_max = hn::GetLane(hn::MaxOfLanes(d, largest));
+  if (tile_max == kMinusInf<C>) {
+    // Nothing visible, unless a NaN hides behind the maximum: then the row is NaN.
+    const C* found = std::find_if(s + begin, s + end, [](C x) { return x != kMinusInf<C>; });
+    if (found == s + end) {
+      std::fill(s + begin, s + end, C{0});
+      return;
+    }
+    tile_max = *found;
+  }
+  const C old_max = *max;
+  if (!(tile_max <= old_max)) {
+    *max = tile_max;
+    if (old_max != kMinusInf<C>) {
+      const auto alpha = hn::Set(d, std::exp(old_max - tile_max));
+      hn::StoreU(hn::Mul(alpha, hn::LoadU(d, sums)), d, sums);
+      for (Index c = 0; c < out_size; c += n) hn::StoreU(hn::Mul(alpha, hn::LoadU(d, out + c)), d, out + c);
+    }
+  }
+  const auto m = hn::Set(d, *max);
+  auto sum = hn::LoadU(d, sums);
+  for (Index c = begin; c < end; c += n) {
+    const auto p = exp_nonpositive(d, hn::Sub(hn::LoadU(d, s + c), m));
+    hn::StoreU(p, d, s + c);
+    sum = hn::Add(sum, p);
+  }
+  hn::StoreU(sum, d, sums);
+}
+
+// One query tile against one key tile.
+template <typename C>
+void forward_tile(const Problem& p, const Buffers& buffers, Index b, const QueryTile& tile, TileKind kind, Range keys,
+                  C q_magnitude, C k_magnitude, RightRows<C>& v, const ForwardScratch<C>& scratch, const C* q, C* out,
+                  C* max, C* sum, Index ld_out) {
+  const Index n = lanes<C>(), width = panel_width<C>();
+  const Index count = keys.size();
+  const Index group_count = ceil_div(tile.size(), kBlockRows);
+  const ScoreRules<C> head_rules(p, buffers, b, tile.head);
+  GroupColumns groups[kMaxGroups];
+  for (Index g = 0; g < group_count; ++g) {
+    groups[g] = group_columns<C>(head_rules.vis, kind, tile, g, keys.begin, count);
+  }
+
+  if (may_overflow(q_magnitude, k_magnitude, p.head_dim)) {
+    score_product_wide(groups, group_count, p.head_dim, q, scratch.kt, scratch.scores);
+  } else {
+    score_product(groups, group_count, count, p.head_dim, q, scratch.kt, scratch.scores);
+  }
+
+  const bool plain = head_rules.plain(kind);
+  const Dropout dropout{p.dropout_p, p.seed};
+  for (Index g = 0; g < group_count; ++g) {
+    const Index begin = groups[g].begin, end = groups[g].end;
+    if (begin >= end) continue;
+    const Index rounded = begin + round_up(end - begin, n);
+    for (Index r = g * kBlockRows; r < g * kBlockRows + groups[g].rows; ++r) {
+      C* s = scratch.scores + r * tile_stride;
+      const Index h = tile.head_of(r), i = tile.row_of(r);
+      if (plain) {
+        std::fill(s + end, s + rounded, kMinusInf<C>);
+      } else {
+        finish_scores(h == tile.head ? head_rules : ScoreRules<C>(p, buffers, b, h), kind, i, keys.begin, begin, end, s,
+                      static_cast<C*>(nullptr), scratch.row);
+      }
+      softmax_row(s, begin, rounded, max + r, sum + r * n, out + r * ld_out, ld_out);
+      if (dropout.active()) {
+        dropout_factors<C>(dropout, b, h, i, keys.begin, begin, end, scratch.row);
+        for (Index c = begin; c < end; ++c) s[c] *= scratch.row[c];
+      }
+    }
+  }
+
+  if (head_rules.hides(kind)) v.isolate_bad(scratch.v, ld_out);
+  const Index vecs = ld_out / n;
+  for (Index vec = 0; vec < vecs; vec += kBlockVecs) {
+    for (Index g = 0; g < group_count; ++g) {
+      const Index begin = groups[g].begin, depth = groups[g].end - begin;
+      if (depth <= 0) continue;
+      gemm<Left::tile, true>(groups[g].rows, std::min(kBlockVecs, vecs - vec), depth,
+                             scratch.scores + g * kBlockRows * tile_stride + begin, 0, v.data + begin * v.ld + vec * n,
+                             width, v.ld, out + g * kBlockRows * ld_out + vec * n, ld_out);
+    }
+  }
+  for (Index bad = 0; bad < v.bad_count; ++bad) {
+    const Index j = v.bad[bad];
+    for (Index r = 0; r < tile.size(); ++r) {
+      if (!ScoreRules<C>(p, buffers, b, tile.head_of(r)).visible(tile.row_of(r), keys.begin + j)) continue;
+      v.add_bad(j, scratch.scores[r * tile_stride + j], out + r * ld_out);
+    }
+  }
+}
+
+// Rows of the output: out / sum, and lse, with the sink as one more key that has no value.
+template <typename C>
+void write_rows(const ForwardPlan& plan, const Buffers& buffers, Index b, const QueryTile& tile, const C* out,
+                const C* max, const C* sums, Index sum_lanes) {
+  const Problem& p = *plan.problem;
+  const Index batch = p.ragged ? 0 : b, q_begin = p.sequences[static_cast<std::size_t>(b)].q_begin;
+  for (Index r = 0; r < tile.size(); ++r) {
+    const Index h = tile.head_of(r), row = q_begin + tile.row_of(r);
+    SoftmaxState<double> state{static_cast<double>(max[r]),
+                               std::accumulate(sums + r * sum_lanes, sums + (r + 1) * sum_lanes, 0.0)};
+    double kept = 1.0;
+    if (p.has_sinks) kept = state.update(static_cast<double>(buffers.sinks[h * p.sinks_stride])).kept;
+    const auto result = state.finalize();
+    with_elements<C>(buffers.out, p.dtype, [&](auto* dst) HWY_ATTR {
+      narrow_row(out + r * plan.ld_out, static_cast<C>(kept * result.scale), p.value_dim,
+                 dst + p.out.at(batch, row, h));
+    });
+    if (p.has_lse) store_element(buffers.lse, p.lse_dtype, p.lse.at(batch, h, row), result.lse);
+  }
+}
+
+template <typename C>
+void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t index, Workspace workspace) {
+  const Problem& p = *plan.problem;
+  const ForwardTask& task = plan.tasks[index];
+  const Index b = task.sequence, n = lanes<C>();
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
+  const Index batch = p.ragged ? 0 : b;
+  const ForwardScratch<C> scratch(plan, workspace.scratch);
+  const Index rows_per_tile = round_up(tile_q, kBlockRows);
+
+  QueryTile tiles[tiles_per_task];
+  C q_magnitude[tiles_per_task];
+  Index first_key = seq.k_len, last_key = 0;
+  for (Index t = 0; t < task.count; ++t) {
+    tiles[t] = plan.query_tile(seq.q_len, task.head_kv, task.first + t);
+    const QueryTile& tile = tiles[t];
+    C* q = scratch.q + t * rows_per_tile * p.head_dim;
+    pack_transposed<C>({.data = buffers.q,
+                        .dtype = p.dtype,
+                        .offset = p.q.at(batch, seq.q_begin + tile.row, tile.head),
+                        .stride = p.q.row,
+                        .count = tile.size(),
+                        .size = p.head_dim,
+                        .inner = tile.heads == 1 ? 0 : tile.rows,
+                        .outer_stride = p.q.head},
+                       Scaling<C>(p.scale).before, kBlockRows, q);
+    q_magnitude[t] = max_magnitude(q, round_up(tile.size(), kBlockRows) * p.head_dim);
+    const Range keys = visibility(p, buffers, b, tile.head).keys_of_rows({tile.row, tile.row + tile.rows});
+    if (keys.empty()) continue;
+    first_key = std::min<Index>(first_key, keys.begin);
+    last_key = std::max<Index>(last_key, keys.end);
+  }
+  for (Index t = 0; t < task.count; ++t) {
+    const Index row = t * rows_per_tile, size = tiles[t].size();
+    std::fill_n(scratch.out + row * plan.ld_out, size * plan.ld_out, C{0});
+    std::fill_n(scratch.max + row, size, kMinusInf<C>);
+    std::fill_n(scratch.sum + row * n, size * n, C{0});
+  }
+
+  // Key tiles begin at multiples of tile_k of the sequence, whatever the queries see: the bits of a row
+  // do not depend on its neighbours.
+  Index first_tile = first_key / tile_k, last_tile = ceil_div(last_key, tile_k);
+  if (plan.splits > 1 && first_tile < last_tile) {
+    const Index count = last_tile - first_tile, begin = first_tile;
+    first_tile = begin + count * task.split / plan.splits;
+    last_tile = begin + count * (task.split + 1) / plan.splits;
+  }
+  for (Index key_tile = first_tile; key_tile < last_tile; ++key_tile) {
+    const Range keys{key_tile * tile_k, std::min<Index>(seq.k_len, (key_tile + 1) * tile_k)};
+    bool packed = false;
+    C k_magnitude = 0;
+    RightRows<C> v;
+    for (Index t = 0; t < task.count; ++t) {
+      const TileKind kind = classify(p, buffers, b, tiles[t], keys);
+      if (kind == TileKind::hidden) continue;
+      if (!packed) {
+        packed = true;
+        const Index k_row = seq.k_begin + keys.begin;
+        pack_transposed<C>({.data = buffers.k,
+                            .dtype = p.dtype,
+                            .offset = p.k.at(batch, k_row, task.head_kv),
+                            .stride = p.k.row,
+                            .count = keys.size(),
+                            .size = p.head_dim},
+                           C{1}, panel_width<C>(), scratch.kt);
+        k_magnitude = max_magnitude(scratch.kt, round_up(keys.size(), panel_width<C>()) * p.head_dim);
+        v.prepare({.data = buffers.v,
+                   .dtype = p.dtype,
+                   .offset = p.v.at(batch, k_row, task.head_kv),
+                   .stride = p.v.row,
+                   .count = keys.size(),
+                   .size = p.value_dim},
+                  scratch.v, plan.ld_out);
+      }
+      const Index row = t * rows_per_tile;
+      forward_tile(p, buffers, b, tiles[t], kind, keys, q_magnitude[t], k_magnitude, v, scratch,
+                   scratch.q + row * p.head_dim, scratch.out + row * plan.ld_out, scratch.max + row,
+                   scratch.sum + row * n, plan.ld_out);
+    }
+  }
+
+  if (plan.splits == 1) {
+    for (Index t = 0; t < task.count; ++t) {
+      const Index row = t * rows_per_tile;
+      write_rows(plan, buffers, b, tiles[t], scratch.out + row * plan.ld_out, scratch.max + row, scratch.sum + row * n,
+                 n);
+    }
+    return;
+  }
+  // The state of this part of the keys: out, max and the sum of each row.
+  const PartialState<C> partial(plan, workspace.shared, index);
+  for (Index t = 0; t < task.count; ++t) {
+    const Index row = t * rows_per_tile, size = tiles[t].size();
+    std::copy_n(scratch.out + row * plan.ld_out, size * plan.ld_out, partial.out + row * plan.ld_out);
+    std::copy_n(scratch.max + row, size, partial.max + row);
+    for (Index r = row; r < row + size; ++r) {
+      partial.sum[r] = std::accumulate(scratch.sum + r * n, scratch.sum + (r + 1) * n, C{0});
+    }
+  }
+}
+
+// Merges the states of all parts of the keys, in their order, and writes the rows.
+template <typename C>
+void merge_splits(const ForwardPlan& plan, const Buffers& buffers, std::size_t index, Workspace workspace) {
+  const Problem& p = *plan.problem;
+  const ForwardTask& task = plan.tasks[index];
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(task.sequence)];
+  const Index rows_per_tile = round_up(tile_q, kBlockRows);
+  const PartialState<C> merged(plan, workspace.shared, index);
+  for (Index t = 0; t < task.count; ++t) {
+    const QueryTile tile = plan.query_tile(seq.q_len, task.head_kv, task.first + t);
+    const Index first = t * rows_per_tile;
+    for (Index split = 1; split < plan.splits; ++split) {
+      const PartialState<C> part(plan, workspace.shared, index + static_cast<std::size_t>(split));
+      for (Index r = first; r < first + tile.size(); ++r) {
+        SoftmaxState<C> state{merged.max[r], merged.sum[r]};
+        const SoftmaxState<C> added{part.max[r], part.sum[r]};
+        if (added.empty()) continue;
+        const auto weights = state.merge(added);
+        C* out = merged.out + r * plan.ld_out;
+        const C* part_out = part.out + r * plan.ld_out;
+        for (Index c = 0; c < plan.ld_out; ++c) out[c] = weights.kept * out[c] + weights.added * part_out[c];
+        merged.max[r] = state.m;
+        merged.sum[r] = state.l;
+      }
+    }
+    write_rows(plan, buffers, task.sequence, tile, merged.out + first * plan.ld_out, merged.max + first,
+               merged.sum + first, 1);
+  }
+}
+
+void forward_any(const ForwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
+  plan.problem->dtype == HR_FLOAT64 ? forward_task<double>(plan, buffers, task, workspace)
+                                    : forward_task<float>(plan, buffers, task, workspace);
+}
+
+void merge_any(const ForwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
+  plan.problem->dtype == HR_FLOAT64 ? merge_splits<double>(plan, buffers, task, workspace)
+                                    : merge_splits<float>(plan, buffers, task, workspace);
+}
+
+void add_forward(KernelTable& table) {
+  table.lanes_f32 = lanes<float>();
+  table.lanes_f64 = lanes<double>();
+  table.rows = kBlockRows;
+  table.forward = forward_any;
+  table.merge_splits = merge_any;
+}
+
+}  // namespace headrace::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();

@@ -1,0 +1,13 @@
+// Builds the plans of kernels.hpp.
+#pragma once
+
+#include "cpu/kernels.hpp"
+
+namespace headrace::cpu {
+
+inline Index round_up(Index value, Index multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+ForwardPlan plan_forward(const Problem& problem, const KernelTable& kernels);
+BackwardPlan plan_backward(const Problem& problem, const KernelTable& kernels);
+
+}  // namespace headrace::cpu

@@ -1,0 +1,127 @@
+// The register-blocked matrix product that all five products of attention are made of.
+#if defined(HEADRACE_CPU_SIMD_GEMM_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef HEADRACE_CPU_SIMD_GEMM_INL_H_
+#undef HEADRACE_CPU_SIMD_GEMM_INL_H_
+#else
+#define HEADRACE_CPU_SIMD_GEMM_INL_H_
+#endif
+
+#include "cpu/kernels.hpp"
+#include "cpu/tile_config.hpp"
+#include "hwy/highway.h"
+
+#ifndef HEADRACE_UNROLL
+#if defined(__clang__)
+#define HEADRACE_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define HEADRACE_UNROLL _Pragma("GCC unroll 8")
+#endif
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace headrace::cpu::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+// Register block: kBlockRows rows x 2 vectors. 32 vector registers hold 16 accumulators, which is what
+// two FMA units of 4 cycles need and leaves 0.63 loads for each FMA; 16 registers hold 12.
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_SSE4
+inline constexpr Index kBlockRows = 6;
+#else
+inline constexpr Index kBlockRows = 8;
+#endif
+inline constexpr Index kBlockVecs = 2;
+
+template <typename C>
+using Wide = hn::ScalableTag<C>;
+
+template <typename C>
+HWY_INLINE Index lanes() {
+  return static_cast<Index>(hn::Lanes(Wide<C>()));
+}
+
+// How the left operand lies in memory.
+enum class Left {
+  packed,  // element (row, k) at k * stride + row: groups of rows from pack_transposed, or a transposed tile
+  tile     // element (row, k) at row * tile_stride + k: rows of a score tile
+};
+
+// c[row][n] = (or +=) sum over k < depth of a(row, k) * b[k * b_step + n], for kRows rows and kVecs
+// vectors. Each element is one chain of FMAs in the order of k, whatever the block it falls in, so the
+// bits of a row do not depend on its neighbours.
+template <Left kLeft, bool kAccumulate, int kRows, int kVecs, typename C>
+HWY_NOINLINE void gemm_block(Index depth, const C* HWY_RESTRICT a, Index a_stride, const C* HWY_RESTRICT b,
+                             Index b_step, C* HWY_RESTRICT c, Index c_stride) {
+  const Wide<C> d;
+  const Index n = lanes<C>();
+  hn::Vec<Wide<C>> acc[kRows][kVecs];
+  HEADRACE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    HEADRACE_UNROLL
+    for (int v = 0; v < kVecs; ++v) {
+      if constexpr (kAccumulate) {
+        acc[r][v] = hn::LoadU(d, c + r * c_stride + v * n);
+      } else {
+        acc[r][v] = hn::Zero(d);
+      }
+    }
+  }
+  for (Index k = 0; k < depth; ++k) {
+    hn::Vec<Wide<C>> right[kVecs];
+    HEADRACE_UNROLL
+    for (int v = 0; v < kVecs; ++v) right[v] = hn::LoadU(d, b + v * n);
+    HEADRACE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const auto left = hn::Set(d, kLeft == Left::packed ? a[r] : a[r * tile_stride]);
+      HEADRACE_UNROLL
+      for (int v = 0; v < kVecs; ++v) acc[r][v] = hn::MulAdd(left, right[v], acc[r][v]);
+    }
+    b += b_step;
+    a += kLeft == Left::packed ? a_stride : 1;
+  }
+  HEADRACE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    HEADRACE_UNROLL
+    for (int v = 0; v < kVecs; ++v) hn::StoreU(acc[r][v], d, c + r * c_stride + v * n);
+  }
+}
+
+// The same for at most kBlockRows rows and any number of vectors. Vectors stand in panels of
+// kBlockVecs: panel p of b begins at p * b_panel.
+template <Left kLeft, bool kAccumulate, int kRows, typename C>
+HWY_INLINE void gemm_rows(Index vecs, Index depth, const C* a, Index a_stride, const C* b, Index b_panel, Index b_step,
+                          C* c, Index c_stride) {
+  const Index n = lanes<C>();
+  Index v = 0;
+  for (; v + kBlockVecs <= vecs; v += kBlockVecs) {
+    gemm_block<kLeft, kAccumulate, kRows, kBlockVecs>(depth, a, a_stride, b, b_step, c + v * n, c_stride);
+    b += b_panel;
+  }
+  if (v < vecs) gemm_block<kLeft, kAccumulate, kRows, 1>(depth, a, a_stride, b, b_step, c + v * n, c_stride);
+}
+
+template <Left kLeft, bool kAccumulate, typename C>
+void gemm(Index rows, Index vecs, Index depth, const C* a, Index a_stride, const C* b, Index b_panel, Index b_step,
+          C* c, Index c_stride) {
+  if (rows == kBlockRows) {
+    gemm_rows<kLeft, kAccumulate, kBlockRows>(vecs, depth, a, a_stride, b, b_panel, b_step, c, c_stride);
+    return;
+  }
+  constexpr Index row_step_a = kLeft == Left::packed ? 1 : tile_stride;
+  if (rows & 4) {
+    gemm_rows<kLeft, kAccumulate, 4>(vecs, depth, a, a_stride, b, b_panel, b_step, c, c_stride);
+    a += 4 * row_step_a;
+    c += 4 * c_stride;
+  }
+  if (rows & 2) {
+    gemm_rows<kLeft, kAccumulate, 2>(vecs, depth, a, a_stride, b, b_panel, b_step, c, c_stride);
+    a += 2 * row_step_a;
+    c += 2 * c_stride;
+  }
+  if (rows & 1) gemm_rows<kLeft, kAccumulate, 1>(vecs, depth, a, a_stride, b, b_panel, b_step, c, c_stride);
+}
+
+}  // namespace headrace::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // include guard

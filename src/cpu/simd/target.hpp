@@ -1,0 +1,12 @@
+// To be included before hwy/foreach_target.h: which targets Highway compiles a file for. Every file
+// of kernels is compiled once a target, each in a namespace of its own (N_AVX2, ...).
+#pragma once
+
+// avx512_bf16 is Highway's AVX3_DL (Ice Lake, Zen 4) with the bf16 instructions, which Zen 4, Cooper
+// Lake and Sapphire Rapids have; see HEADRACE_PUSH_TARGET. SSSE3 and SVE would add nothing here.
+#define HWY_WANT_AVX3_DL 1
+
+// On x86 nothing older than SSE4.2 (2008) is served.
+#define HWY_WANT_SSE4 1
+
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)

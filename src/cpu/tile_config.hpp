@@ -1,0 +1,31 @@
+// The tile sizes of the CPU kernels: the one place where they are tuned.
+#pragma once
+
+#include "tiling/tiling.hpp"
+
+namespace headrace::cpu {
+
+// Keys of a tile. Long enough that the exponentials' row state and the rescaling of the output are
+// amortised, short enough that packed K and V of a tile stay in a 1 MiB L2 up to d = 128.
+inline constexpr Index tile_k = 256;
+
+// Distance of two rows of a score tile in elements: 16 more than the tile, so that eight rows do not
+// fall into the same few sets of the L1 cache.
+inline constexpr Index tile_stride = tile_k + 16;
+
+// Query rows whose scores are alive at a time.
+inline constexpr Index tile_q = 64;
+
+// Query tiles that share one packing of a key tile in the forward pass: packing K costs about as much
+// as 4 rows of products, so 256 rows make it 2 %.
+inline constexpr Index tiles_per_task = 4;
+
+// Heads of a group are packed into one query tile where the sequence has at most this many rows.
+inline constexpr Index pack_heads_below = 32;
+
+// The keys are split where there are fewer tasks than this, into parts of at least min_split_tiles
+// key tiles. Both depend on the shapes alone: results must not depend on the number of threads.
+inline constexpr Index split_below_tasks = 32;
+inline constexpr Index min_split_tiles = 4;
+
+}  // namespace headrace::cpu
