@@ -1,9 +1,477 @@
+// Streaming attention, backward (FlashAttention-2, Dao 2023, algorithm 2): for each tile of keys all
+// query tiles pass by; probabilities are rebuilt from q, k and lse; dk and dv stay in the cache. dq of a
+// query tile is added up by the tasks of its key tiles in the order of the keys, each waiting for its
+// turn: the sum has one order, whatever the number of threads, and needs no copies.
 #include "cpu/simd/target.hpp"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/backward.cpp"
-#include "cpu/kernels.hpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target:
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include "cpu/kernels.hpp"
+#include "cpu/simd/gemm-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/pack-inl.h"
+#include "cpu/simd/scores-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/tile_config.hpp"
 #include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
-void add_backward(KernelTable&) {}
+
+// The memory of one task: its thread's scratch, and the row statistics that all tasks share.
+template <typename C>
+struct BackwardMemory {
+  C *q, *dout, *q_rows, *dout_rows, *kt, *vt, *k_rows, *p, *ds, *dk, *dv, *row, *dbias;
+  C *delta, *lse, *dq_accumulator;
+  std::int32_t* turns;
+
+  BackwardMemory(const BackwardPlan& plan, Workspace workspace)
+      : delta(at(workspace.shared, plan.delta)),
+        lse(at(workspace.shared, plan.lse)),
+        dq_accumulator(at(workspace.shared, plan.dq_accumulator)),
+        turns(reinterpret_cast<std::int32_t*>(workspace.shared + plan.turns)) {
+    std::byte* scratch = workspace.scratch;
+    q = at(scratch, plan.q), dout = at(scratch, plan.dout);
+    q_rows = at(scratch, plan.q_rows), dout_rows = at(scratch, plan.dout_rows);
+    kt = at(scratch, plan.kt), vt = at(scratch, plan.vt), k_rows = at(scratch, plan.k_rows);
+    p = at(scratch, plan.p), ds = at(scratch, plan.ds);
+    dk = at(scratch, plan.dk), dv = at(scratch, plan.dv);
+    row = at(scratch, plan.row), dbias = at(scratch, plan.dbias);
+  }
+
+ private:
+  static C* at(std::byte* base, std::size_t offset) { return reinterpret_cast<C*>(base + offset); }
+};
+
+// Rows of a tensor of one sequence and head.
+HWY_INLINE Rows rows_of(const Problem& problem, const void* data, const RowStrides& strides, Index b, Index head,
+                        Index first, Index count, Index size) {
+  return {.data = data,
+          .dtype = problem.dtype,
+          .offset = strides.at(problem.ragged ? 0 : b, first, head),
+          .stride = strides.row,
+          .count = count,
+          .size = size};
+}
+
+// A tile of queries (one head) against a tile of keys, with packed operands.
+template <typename C>
+struct GradientTile {
+  QueryTile rows;
+  Range keys;
+  TileKind kind = TileKind::hidden;
+  C q_magnitude = 0, k_magnitude = 0;
+  GroupColumns groups[kMaxGroups];
+  Index group_count = 0;
+};
+
+// The part of a score's gradient that a caller needs.
+enum class Gradient {
+  score,  // of scale * (q . k) divided by q . k: what dq and dk are products with
+  bias    // of the score after softcap, where the bias is added
+};
+
+// One row: scores s and products dp = dout . v to probabilities (with dropout) and score gradients, in
+// place. Columns outside [begin, end) become 0 in both.
+template <typename C>
+HWY_NOINLINE void gradient_row(const ScoreRules<C>& rules, const GradientTile<C>& tile, Gradient gradient, Index i,
+                               Index begin, Index end, C lse, C delta, C* HWY_RESTRICT s, C* HWY_RESTRICT dp,
+                               C* HWY_RESTRICT row) {
+  const Wide<C> d;
+  const Index n = lanes<C>(), count = tile.keys.size();
+  if (lse == kMinusInf<C> || begin >= end) {
+    std::fill(s, s + count, C{0});
+    std::fill(dp, dp + count, C{0});
+    return;
+  }
+  const Problem& p = rules.problem;
+  C* const temp = row;
+  C* const slopes = row + tile_stride;  // of the softcap
+  C* const factors = row + 2 * tile_stride;
+  if (rules.plain(tile.kind)) {
+    std::fill(s + end, s + begin + round_up(end - begin, n), kMinusInf<C>);
+  } else {
+    finish_scores(rules, tile.kind, i, tile.keys.begin, begin, end, s, slopes, temp);
+  }
+  const bool drops = p.dropout_p > 0.0;
+  if (drops) {
+    dropout_factors<C>({p.dropout_p, p.seed}, rules.b, rules.h, i, tile.keys.begin, begin, end, factors);
+  }
+  const bool capped = gradient == Gradient::score && p.softcap > 0.0;
+  const auto scale = hn::Set(d, gradient == Gradient::score ? static_cast<C>(p.scale) : C{1});
+  const auto lse_vec = hn::Set(d, lse), delta_vec = hn::Set(d, delta), zero = hn::Zero(d);
+  const auto minus_inf = hn::Set(d, kMinusInf<C>);
+  for (Index c = begin; c < end; c += n) {
+    const auto score = hn::LoadU(d, s + c);
+    // p <= 1: where lse is so large that its rounding says otherwise, nothing may overflow.
+    const auto x = hn::Sub(score, lse_vec);
+    const auto prob = exp_nonpositive(d, hn::IfThenElse(hn::Gt(x, zero), zero, x));
+    auto dprob = hn::LoadU(d, dp + c);
+    auto kept = prob;
+    if (drops) {
+      const auto factor = hn::LoadU(d, factors + c);
+      kept = hn::Mul(prob, factor);
+      dprob = hn::Mul(dprob, factor);
+    }
+    auto ds = hn::Mul(prob, hn::Sub(dprob, delta_vec));
+    if (capped) ds = hn::Mul(ds, hn::LoadU(d, slopes + c));
+    ds = hn::Mul(ds, scale);
+    // A hidden pair has no gradient, even where v or dout are not finite.
+    hn::StoreU(hn::IfThenZeroElse(hn::Eq(score, minus_inf), ds), d, dp + c);
+    hn::StoreU(kept, d, s + c);
+  }
+  std::fill(s, s + begin, C{0});
+  std::fill(dp, dp + begin, C{0});
+  std::fill(s + end, s + count, C{0});
+  std::fill(dp + end, dp + count, C{0});
+}
+
+// memory.p and memory.ds of the tile, from the packed q, dout, k and v. lse, delta: of the tile's rows.
+template <typename C>
+void gradient_tile(const ScoreRules<C>& rules, GradientTile<C>& tile, Gradient gradient, const C* lse, const C* delta,
+                   const BackwardMemory<C>& memory) {
+  const Problem& p = rules.problem;
+  const Index count = tile.keys.size();
+  tile.group_count = ceil_div(tile.rows.size(), kBlockRows);
+  for (Index g = 0; g < tile.group_count; ++g) {
+    tile.groups[g] = group_columns<C>(rules.vis, tile.kind, tile.rows, g, tile.keys.begin, count);
+  }
+  if (may_overflow(tile.q_magnitude, tile.k_magnitude, p.head_dim)) {
+    score_product_wide(tile.groups, tile.group_count, p.head_dim, memory.q, memory.kt, memory.p);
+  } else {
+    score_product(tile.groups, tile.group_count, count, p.head_dim, memory.q, memory.kt, memory.p);
+  }
+  score_product(tile.groups, tile.group_count, count, p.value_dim, memory.dout, memory.vt, memory.ds);
+  for (Index r = 0; r < tile.rows.rows; ++r) {
+    const GroupColumns& group = tile.groups[r / kBlockRows];
+    gradient_row(rules, tile, gradient, tile.rows.row + r, group.begin, group.end, lse[r], delta[r],
+                 memory.p + r * tile_stride, memory.ds + r * tile_stride, memory.row);
+  }
+}
+
+// target[key] += sum over rows of weights[row][key] * right[row]: the products with transposed tiles.
+template <typename C>
+void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& tile, const C* weights,
+                            const RightRows<C>& right, C* target, Index ld) {
+  const Index n = lanes<C>(), vecs = ld / n, count = tile.keys.size();
+  for (Index vec = 0; vec < vecs; vec += kBlockVecs) {
+    for (Index c = 0; c < count; c += kBlockRows) {
+      const Index keys = std::min<Index>(kBlockRows, count - c);
+      Index begin = 0, end = tile.rows.rows;
+      if (tile.kind == TileKind::edge) {
+        const Range seen = rules.vis.rows_of_keys({tile.keys.begin + c, tile.keys.begin + c + keys});
+        begin = std::clamp<Index>(seen.begin - tile.rows.row, 0, tile.rows.rows);
+        end = std::clamp<Index>(seen.end - tile.rows.row, begin, tile.rows.rows);
+      }
+      if (begin == end) continue;
+      gemm<Left::packed, true>(keys, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
+                               weights + begin * tile_stride + c, tile_stride, right.data + begin * right.ld + vec * n,
+                               0, right.ld, target + c * ld + vec * n, ld);
+    }
+  }
+  for (Index bad = 0; bad < right.bad_count; ++bad) {
+    const Index r = right.bad[bad];
+    for (Index c = 0; c < count; ++c) {
+      if (rules.visible(tile.rows.row + r, tile.keys.begin + c)) {
+        right.add_bad(r, weights[r * tile_stride + c], target + c * ld);
+      }
+    }
+  }
+}
+
+// dq[row] += sum over keys of ds[row][key] * k[key].
+template <typename C>
+void add_query_gradient(const ScoreRules<C>& rules, const GradientTile<C>& tile, const C* ds, const RightRows<C>& k,
+                        C* dq, Index dq_stride, Index vecs) {
+  const Index n = lanes<C>();
+  for (Index vec = 0; vec < vecs; vec += kBlockVecs) {
+    for (Index g = 0; g < tile.group_count; ++g) {
+      const GroupColumns& group = tile.groups[g];
+      if (group.begin >= group.end) continue;
+      gemm<Left::tile, true>(group.rows, std::min<Index>(kBlockVecs, vecs - vec), group.end - group.begin,
+                             ds + g * kBlockRows * tile_stride + group.begin, 0, k.data + group.begin * k.ld + vec * n,
+                             0, k.ld, dq + g * kBlockRows * dq_stride + vec * n, dq_stride);
+    }
+  }
+  for (Index bad = 0; bad < k.bad_count; ++bad) {
+    const Index c = k.bad[bad];
+    for (Index r = 0; r < tile.rows.rows; ++r) {
+      if (rules.visible(tile.rows.row + r, tile.keys.begin + c)) {
+        k.add_bad(c, ds[r * tile_stride + c], dq + r * dq_stride);
+      }
+    }
+  }
+}
+
+// Packs k and v of a key tile for the products with q and dout.
+template <typename C>
+void pack_keys(const Problem& p, const Buffers& buffers, Index b, Index head_kv, GradientTile<C>& tile,
+               const BackwardMemory<C>& memory) {
+  const Index first = p.sequences[static_cast<std::size_t>(b)].k_begin + tile.keys.begin, count = tile.keys.size();
+  const Index width = panel_width<C>();
+  pack_transposed(rows_of(p, buffers.k, p.k, b, head_kv, first, count, p.head_dim), C{1}, width, memory.kt);
+  pack_transposed(rows_of(p, buffers.v, p.v, b, head_kv, first, count, p.value_dim), C{1}, width, memory.vt);
+  tile.k_magnitude = max_magnitude(memory.kt, round_up(count, width) * p.head_dim);
+}
+
+// Packs q and dout of the tile's rows for the products with k and v.
+template <typename C>
+void pack_queries(const Problem& p, const Buffers& buffers, Index b, GradientTile<C>& tile,
+                  const BackwardMemory<C>& memory) {
+  const Index h = tile.rows.head, count = tile.rows.rows;
+  const Index first = p.sequences[static_cast<std::size_t>(b)].q_begin + tile.rows.row;
+  pack_transposed(rows_of(p, buffers.q, p.q, b, h, first, count, p.head_dim), Scaling<C>(p.scale).before, kBlockRows,
+                  memory.q);
+  pack_transposed(rows_of(p, buffers.dout, p.dout, b, h, first, count, p.value_dim), C{1}, kBlockRows, memory.dout);
+  tile.q_magnitude = max_magnitude(memory.q, round_up(count, kBlockRows) * p.head_dim);
+}
+
+template <typename C>
+void write_rows(const C* rows, Index ld, const Rows& target, void* data) {
+  with_elements<C>(data, target.dtype, [&](auto* dst) HWY_ATTR {
+    for (Index r = 0; r < target.count; ++r) narrow_row(rows + r * ld, C{1}, target.size, dst + target.at(r));
+  });
+}
+
+template <typename C>
+void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t index, Workspace workspace) {
+  const Problem& p = *plan.problem;
+  const BackwardTask& task = plan.tasks[index];
+  const Index b = task.sequence;
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
+  const BackwardMemory<C> memory(plan, workspace);
+  const Index n = lanes<C>();
+
+  GradientTile<C> tile;
+  tile.keys = {task.key_tile * plan.tile_keys, std::min<Index>(seq.k_len, (task.key_tile + 1) * plan.tile_keys)};
+  const Index k_first = seq.k_begin + tile.keys.begin, key_count = tile.keys.size();
+  RightRows<C> k;
+  bool packed = false;
+  std::fill_n(memory.dk, key_count * plan.ld_q, C{0});
+  std::fill_n(memory.dv, key_count * plan.ld_v, C{0});
+
+  const Index query_tiles = ceil_div(seq.q_len, tile_q);
+  for (Index h = task.head_kv * p.group(); h < (task.head_kv + 1) * p.group(); ++h) {
+    const ScoreRules<C> rules(p, buffers, b, h);
+    for (Index query_tile = 0; query_tile < query_tiles; ++query_tile) {
+      const Range rows{query_tile * tile_q, std::min<Index>(seq.q_len, (query_tile + 1) * tile_q)};
+      const Range seen = rules.vis.keys_of_rows(rows);
+      const Index first_turn = seen.begin / plan.tile_keys;
+      if (seen.empty() || task.key_tile < first_turn || task.key_tile >= ceil_div(seen.end, plan.tile_keys)) continue;
+
+      tile.kind = rules.vis.classify(rows, tile.keys);
+      if (tile.kind != TileKind::hidden) {
+        if (!packed) {
+          packed = true;
+          pack_keys(p, buffers, b, task.head_kv, tile, memory);
+          k.prepare(rows_of(p, buffers.k, p.k, b, task.head_kv, k_first, key_count, p.head_dim), memory.k_rows,
+                    plan.ld_q);
+        }
+        tile.rows = {.head = h, .heads = 1, .row = rows.begin, .rows = rows.size()};
+        pack_queries(p, buffers, b, tile, memory);
+        const Index statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin;
+        gradient_tile(rules, tile, Gradient::score, memory.lse + statistics, memory.delta + statistics, memory);
+
+        const Index q_first = seq.q_begin + rows.begin;
+        RightRows<C> q, dout;
+        q.prepare(rows_of(p, buffers.q, p.q, b, h, q_first, rows.size(), p.head_dim), memory.q_rows, plan.ld_q);
+        dout.prepare(rows_of(p, buffers.dout, p.dout, b, h, q_first, rows.size(), p.value_dim), memory.dout_rows,
+                     plan.ld_v);
+        if (rules.hides(tile.kind)) {
+          q.isolate_bad(memory.q_rows, plan.ld_q);
+          dout.isolate_bad(memory.dout_rows, plan.ld_v);
+          k.isolate_bad(memory.k_rows, plan.ld_q);
+        }
+        add_transposed_product(rules, tile, memory.p, dout, memory.dv, plan.ld_v);
+        add_transposed_product(rules, tile, memory.ds, q, memory.dk, plan.ld_q);
+      }
+
+      std::atomic_ref<std::int32_t> turn(
+          memory.turns[plan.turn_offset[static_cast<std::size_t>(b)] + h * query_tiles + query_tile]);
+      const std::int32_t mine = static_cast<std::int32_t>(task.key_tile - first_turn);
+      while (turn.load(std::memory_order_acquire) != mine) sched_yield();
+      if (tile.kind != TileKind::hidden) {
+        C* dq;
+        Index dq_stride;
+        if (plan.dq_direct) {
+          dq = static_cast<C*>(buffers.dq) + p.dq.at(p.ragged ? 0 : b, seq.q_begin + rows.begin, h);
+          dq_stride = p.dq.row;
+        } else {
+          dq = memory.dq_accumulator +
+               (plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin) * plan.ld_q;
+          dq_stride = plan.ld_q;
+        }
+        add_query_gradient(rules, tile, memory.ds, k, dq, dq_stride, plan.ld_q / n);
+      }
+      turn.store(mine + 1, std::memory_order_release);
+    }
+  }
+  write_rows(memory.dk, plan.ld_q, rows_of(p, nullptr, p.dk, b, task.head_kv, k_first, key_count, p.head_dim),
+             buffers.dk);
+  write_rows(memory.dv, plan.ld_v, rows_of(p, nullptr, p.dv, b, task.head_kv, k_first, key_count, p.value_dim),
+             buffers.dv);
+}
+
+// delta = dout . out - dlse and lse of every row, in C; dq's accumulators and the turns set to zero.
+template <typename C>
+void prepare(const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, Workspace workspace) {
+  const Problem& p = *plan.problem;
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
+  const BackwardMemory<C> memory(plan, workspace);
+  const Index batch = p.ragged ? 0 : b, statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len;
+  const Wide<C> d;
+  const Index n = lanes<C>();
+  for (Index i = 0; i < seq.q_len; ++i) {
+    const Index row = seq.q_begin + i;
+    const double lse = load_element(buffers.lse, p.lse_dtype, p.lse.at(batch, h, row));
+    C delta = 0;
+    with_elements<C>(buffers.out, p.dtype, [&](auto* out) HWY_ATTR {
+      using T = std::remove_pointer_t<decltype(out)>;
+      const T* dout = static_cast<const T*>(buffers.dout) + p.dout.at(batch, row, h);
+      widen_row(out + p.out.at(batch, row, h), p.value_dim, memory.dv);
+      widen_row(dout, p.value_dim, memory.dk);
+      auto sum = hn::Zero(d);
+      for (Index c = 0; c < p.value_dim; c += n) {
+        sum = hn::MulAdd(hn::LoadU(d, memory.dv + c), hn::LoadU(d, memory.dk + c), sum);
+      }
+      delta = hn::GetLane(hn::SumOfLanes(d, sum));
+    });
+    if (p.has_dlse && lse != kMinusInf<double>) {
+      delta -= static_cast<C>(load_element(buffers.dlse, p.dlse_dtype, p.dlse.at(batch, h, row)));
+    }
+    memory.delta[statistics + i] = delta;
+    memory.lse[statistics + i] = static_cast<C>(lse);
+    if (plan.dq_direct) {
+      std::fill_n(static_cast<C*>(buffers.dq) + p.dq.at(batch, row, h), p.head_dim, C{0});
+    } else {
+      std::fill_n(memory.dq_accumulator + (statistics + i) * plan.ld_q, plan.ld_q, C{0});
+    }
+  }
+  const Index query_tiles = ceil_div(seq.q_len, tile_q);
+  std::fill_n(memory.turns + plan.turn_offset[static_cast<std::size_t>(b)] + h * query_tiles, query_tiles, 0);
+}
+
+template <typename C>
+void finish(const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, Workspace workspace) {
+  const Problem& p = *plan.problem;
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
+  const BackwardMemory<C> memory(plan, workspace);
+  const Index row = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len;
+  write_rows(memory.dq_accumulator + row * plan.ld_q, plan.ld_q,
+             rows_of(p, nullptr, p.dq, b, h, seq.q_begin, seq.q_len, p.head_dim), buffers.dq);
+}
+
+// dsink = -sum of p_sink * delta over the rows of the head, p_sink = exp(sink - lse).
+template <typename C>
+void sinks(const BackwardPlan& plan, const Buffers& buffers, Index h, Workspace workspace) {
+  const Problem& p = *plan.problem;
+  const BackwardMemory<C> memory(plan, workspace);
+  const double sink = static_cast<double>(buffers.sinks[h * p.sinks_stride]);
+  double sum = 0.0;
+  for (std::size_t b = 0; b < p.sequences.size(); ++b) {
+    const Index q_len = p.sequences[b].q_len;
+    for (Index r = plan.row_offset[b] + h * q_len; r < plan.row_offset[b] + (h + 1) * q_len; ++r) {
+      const double lse = static_cast<double>(memory.lse[r]);
+      if (lse == kMinusInf<double> || sink == kMinusInf<double>) continue;
+      sum -= std::exp(sink - lse) * static_cast<double>(memory.delta[r]);
+    }
+  }
+  buffers.dsinks[h * p.dsinks_stride] = static_cast<float>(sum);
+}
+
+// One tile of dbias. A task owns its elements and walks whatever the bias broadcasts over, so the sum
+// has one order; the scores' gradients are computed once more for that.
+template <typename C>
+void bias_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t index, Workspace workspace) {
+  const Problem& p = *plan.problem;
+  const BiasTask& task = plan.bias_tasks[index];
+  const BackwardMemory<C> memory(plan, workspace);
+  const bool per_batch = p.bias_shape[0] > 1, per_head = p.bias_shape[1] > 1;
+  const bool per_query = p.bias_shape[2] > 1, per_key = p.bias_shape[3] > 1;
+  std::fill_n(memory.dbias, tile_q * tile_stride, C{0});
+
+  const Index first_b = per_batch ? task.batch : 0, last_b = per_batch ? task.batch + 1 : p.batch;
+  const Index first_h = per_head ? task.head : 0, last_h = per_head ? task.head + 1 : p.heads_q;
+  for (Index b = first_b; b < last_b; ++b) {
+    const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
+    const Index first_k = per_key ? task.key_tile : 0;
+    const Index last_k = std::min(per_key ? task.key_tile + 1 : ceil_div(seq.k_len, plan.tile_keys),
+                                  ceil_div(seq.k_len, plan.tile_keys));
+    const Index first_q = per_query ? task.query_tile : 0;
+    const Index last_q =
+        std::min(per_query ? task.query_tile + 1 : ceil_div(seq.q_len, tile_q), ceil_div(seq.q_len, tile_q));
+    for (Index h = first_h; h < last_h; ++h) {
+      const ScoreRules<C> rules(p, buffers, b, h);
+      for (Index key_tile = first_k; key_tile < last_k; ++key_tile) {
+        GradientTile<C> tile;
+        tile.keys = {key_tile * plan.tile_keys, std::min<Index>(seq.k_len, (key_tile + 1) * plan.tile_keys)};
+        bool packed = false;
+        for (Index query_tile = first_q; query_tile < last_q; ++query_tile) {
+          const Range rows{query_tile * tile_q, std::min<Index>(seq.q_len, (query_tile + 1) * tile_q)};
+          tile.kind = rules.vis.classify(rows, tile.keys);
+          if (tile.kind == TileKind::hidden) continue;
+          if (!packed) pack_keys(p, buffers, b, h / p.group(), tile, memory);
+          packed = true;
+          tile.rows = {.head = h, .heads = 1, .row = rows.begin, .rows = rows.size()};
+          pack_queries(p, buffers, b, tile, memory);
+          const Index statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin;
+          gradient_tile(rules, tile, Gradient::bias, memory.lse + statistics, memory.delta + statistics, memory);
+          for (Index r = 0; r < rows.size(); ++r) {
+            const C* ds = memory.ds + r * tile_stride;
+            C* sum = memory.dbias + (per_query ? r * tile_stride : 0);
+            if (per_key) {
+              for (Index c = 0; c < tile.keys.size(); ++c) sum[c] += ds[c];
+            } else {
+              C row_sum = 0;
+              for (Index c = 0; c < tile.keys.size(); ++c) row_sum += ds[c];
+              sum[0] += row_sum;
+            }
+          }
+        }
+      }
+    }
+  }
+  const Index first_row = task.query_tile * tile_q, first_key = task.key_tile * plan.tile_keys;
+  const Index rows = std::min<Index>(tile_q, p.bias_shape[2] - first_row);
+  const Index keys = std::min<Index>(plan.tile_keys, p.bias_shape[3] - first_key);
+  for (Index r = 0; r < rows; ++r) {
+    for (Index c = 0; c < keys; ++c) {
+      store_element(buffers.dbias, p.bias_dtype, p.dbias.at(task.batch, task.head, first_row + r, first_key + c),
+                    static_cast<double>(memory.dbias[r * tile_stride + c]));
+    }
+  }
+}
+
+void add_backward(KernelTable& table) {
+  table.backward_prepare = [](const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, Workspace workspace) {
+    plan.problem->dtype == HR_FLOAT64 ? prepare<double>(plan, buffers, b, h, workspace)
+                                      : prepare<float>(plan, buffers, b, h, workspace);
+  };
+  table.backward = [](const BackwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
+    plan.problem->dtype == HR_FLOAT64 ? backward_task<double>(plan, buffers, task, workspace)
+                                      : backward_task<float>(plan, buffers, task, workspace);
+  };
+  table.backward_finish = [](const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, Workspace workspace) {
+    plan.problem->dtype == HR_FLOAT64 ? finish<double>(plan, buffers, b, h, workspace)
+                                      : finish<float>(plan, buffers, b, h, workspace);
+  };
+  table.backward_sinks = [](const BackwardPlan& plan, const Buffers& buffers, Index h, Workspace workspace) {
+    plan.problem->dtype == HR_FLOAT64 ? sinks<double>(plan, buffers, h, workspace)
+                                      : sinks<float>(plan, buffers, h, workspace);
+  };
+  table.backward_bias = [](const BackwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
+    plan.problem->dtype == HR_FLOAT64 ? bias_task<double>(plan, buffers, task, workspace)
+                                      : bias_task<float>(plan, buffers, task, workspace);
+  };
+}
+
 }  // namespace headrace::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();

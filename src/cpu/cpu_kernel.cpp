@@ -104,10 +104,68 @@ class ForwardKernel final : public Kernel {
   int threads_;
 };
 
+class BackwardKernel final : public Kernel {
+ public:
+  explicit BackwardKernel(const Problem& p)
+      : problem_(p),
+        target_(cpu::chosen()),
+        plan_(cpu::plan_backward(p, target_.table())),
+        threads_(plan_threads(p, std::max(plan_.tasks.size(), plan_.bias_tasks.size()))) {}
+
+  [[nodiscard]] std::size_t workspace_bytes() const override {
+    return plan_.shared_bytes + static_cast<std::size_t>(threads_) * plan_.scratch_bytes;
+  }
+
+  [[nodiscard]] KernelReport report() const override {
+    return {.name = "cpu.backward." + std::string(target_.name),
+            .tile_q = cpu::tile_q,
+            .tile_k = plan_.tile_keys,
+            .splits = 1,
+            .tasks = static_cast<Index>(plan_.tasks.size() + plan_.bias_tasks.size()),
+            .threads = threads_,
+            .fast_bytes = plan_.scratch_bytes,
+            .notes = {}};
+  }
+
+  void execute(const Buffers& buffers, std::byte* workspace) const override {
+    const Problem& p = problem_;
+    const cpu::KernelTable& kernels = target_.table();
+    const std::size_t heads = static_cast<std::size_t>(p.heads_q);
+    const std::size_t sequence_heads = static_cast<std::size_t>(p.batch) * heads;
+    Counter prepared(sequence_heads), tasks(plan_.tasks.size()), finished(plan_.dq_direct ? 0 : sequence_heads);
+    Counter sinks(p.need_dsinks ? heads : 0), bias(plan_.bias_tasks.size());
+#pragma omp parallel num_threads(threads_)
+    {
+      const cpu::Workspace mine{.shared = workspace,
+                                .scratch = workspace + plan_.shared_bytes +
+                                           static_cast<std::size_t>(omp_get_thread_num()) * plan_.scratch_bytes};
+      const auto head = [&](std::size_t index) { return static_cast<Index>(index % heads); };
+      const auto sequence = [&](std::size_t index) { return static_cast<Index>(index / heads); };
+      std::size_t index = 0;
+      while (prepared.next(index)) kernels.backward_prepare(plan_, buffers, sequence(index), head(index), mine);
+#pragma omp barrier
+      while (tasks.next(index)) kernels.backward(plan_, buffers, index, mine);
+      while (bias.next(index)) kernels.backward_bias(plan_, buffers, index, mine);
+      while (sinks.next(index)) kernels.backward_sinks(plan_, buffers, static_cast<Index>(index), mine);
+#pragma omp barrier
+      while (finished.next(index)) kernels.backward_finish(plan_, buffers, sequence(index), head(index), mine);
+    }
+    zero_rows(p.unused_q, buffers.dq, p.dtype, p.dq, p.heads_q, p.head_dim);
+    zero_rows(p.unused_k, buffers.dk, p.dtype, p.dk, p.heads_kv, p.head_dim);
+    zero_rows(p.unused_k, buffers.dv, p.dtype, p.dv, p.heads_kv, p.value_dim);
+  }
+
+ private:
+  const Problem& problem_;
+  const cpu::Target& target_;
+  cpu::BackwardPlan plan_;
+  int threads_;
+};
+
 }  // namespace
 
 std::unique_ptr<Kernel> make_cpu_kernel(const Problem& problem) {
-  if (problem.pass == Pass::backward) throw Failure(HR_ERROR_UNSUPPORTED, "cpu: the backward pass is not built yet");
+  if (problem.pass == Pass::backward) return std::make_unique<BackwardKernel>(problem);
   return std::make_unique<ForwardKernel>(problem);
 }
 

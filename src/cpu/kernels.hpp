@@ -40,11 +40,11 @@ struct ForwardTask {
 struct ForwardPlan {
   const Problem* problem = nullptr;
   Index splits = 1;
-  std::vector<ForwardTask> tasks;                    // tasks of the splits of one group of query tiles stand together
-  Index ld_out = 0;                                  // row length of the output accumulator
-  std::size_t q, kt, v, scores, out, max, sum, row;  // offsets in a thread's scratch
-  std::size_t scratch_bytes = 0;                     // a thread
-  std::size_t partial_bytes = 0;                     // a task, where splits > 1
+  std::vector<ForwardTask> tasks;  // tasks of the splits of one group of query tiles stand together
+  Index ld_out = 0;                // row length of the output accumulator
+  std::size_t q = 0, kt = 0, v = 0, scores = 0, out = 0, max = 0, sum = 0, row = 0;  // offsets in a thread's scratch
+  std::size_t scratch_bytes = 0;                                                     // a thread
+  std::size_t partial_bytes = 0;                                                     // a task, where splits > 1
 
   [[nodiscard]] Index heads_per_tile(Index q_len) const;
   [[nodiscard]] Index query_tiles(Index q_len) const;
@@ -69,14 +69,14 @@ struct BackwardPlan {
   // Tasks in the order in which they add to dq: a task waits only for earlier ones.
   std::vector<BackwardTask> tasks;
   std::vector<BiasTask> bias_tasks;
-  std::vector<Index> row_offset;   // [batch + 1]: rows of all heads before a sequence
-  std::vector<Index> turn_offset;  // [batch + 1]: query tiles of all heads before a sequence
+  std::vector<Index> row_offset;   // [batch]: rows of all heads before a sequence
+  std::vector<Index> turn_offset;  // [batch]: query tiles of all heads before a sequence
   bool dq_direct = false;          // dq itself is the accumulator
   Index ld_q = 0, ld_v = 0;        // row lengths of accumulators of head_dim and value_dim
-  std::size_t q, dout, q_rows, dout_rows, kt, vt, k_rows, p, ds, dk, dv, row, dbias;  // scratch offsets
-  std::size_t scratch_bytes = 0;                                                      // a thread
-  std::size_t delta, lse, turns, dq_accumulator;                                      // offsets in the shared workspace
-  std::size_t shared_bytes = 0;
+  // Offsets in a thread's scratch memory, and in the shared workspace.
+  std::size_t q = 0, dout = 0, q_rows = 0, dout_rows = 0, kt = 0, vt = 0, k_rows = 0, p = 0, ds = 0, dk = 0, dv = 0;
+  std::size_t row = 0, dbias = 0, scratch_bytes = 0;
+  std::size_t delta = 0, lse = 0, turns = 0, dq_accumulator = 0, shared_bytes = 0;
 };
 
 // One thread's view of a call.
@@ -98,6 +98,8 @@ struct KernelTable {
   void (*backward)(const BackwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;
   // Rounds the accumulated dq of query head h of sequence b into the output.
   void (*backward_finish)(const BackwardPlan&, const Buffers&, Index b, Index h, Workspace) = nullptr;
+  // dsinks of query head h, from the row statistics.
+  void (*backward_sinks)(const BackwardPlan&, const Buffers&, Index h, Workspace) = nullptr;
   void (*backward_bias)(const BackwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;
 };
 

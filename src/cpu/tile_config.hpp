@@ -28,4 +28,8 @@ inline constexpr Index pack_heads_below = 32;
 inline constexpr Index split_below_tasks = 32;
 inline constexpr Index min_split_tiles = 4;
 
+// The backward pass keeps seven tiles of keys alive; from this sum of head_dim and value_dim on it
+// halves them to stay in a 1 MiB L2.
+inline constexpr Index backward_wide_below = 192;
+
 }  // namespace headrace::cpu

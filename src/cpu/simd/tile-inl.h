@@ -107,6 +107,7 @@ struct RightRows {
   const C* data = nullptr;
   Index ld = 0;
   Index bad_count = 0;
+  bool isolated = false;
   std::uint16_t bad[tile_k];
   Rows source;
 
@@ -114,6 +115,7 @@ struct RightRows {
   HWY_INLINE void prepare(const Rows& rows, C* copy, Index copy_ld) {
     source = rows;
     bad_count = 0;
+    isolated = false;
     const bool same_type = rows.dtype == (std::is_same_v<C, float> ? HR_FLOAT32 : HR_FLOAT64);
     if (same_type && rows.size % lanes<C>() == 0 && rows.inner == 0) {
       data = static_cast<const C*>(rows.data) + rows.offset;
@@ -127,7 +129,8 @@ struct RightRows {
 
   // Takes out the rows that are not finite. Needed for tiles with hidden elements only.
   HWY_NOINLINE void isolate_bad(C* copy, Index copy_ld) {
-    if (bad_count > 0) return;
+    if (isolated) return;
+    isolated = true;
     for (Index r = 0; r < source.count; ++r) {
       if (!all_finite(data + r * ld, source.size)) bad[bad_count++] = static_cast<std::uint16_t>(r);
     }
