@@ -135,9 +135,16 @@ struct Attention {
     a.dout = dout, a.dlse = dlse, a.dq = dq, a.dk = dk, a.dv = dv, a.dbias = dbias, a.dsinks = dsinks;
     a.causal = static_cast<std::int32_t>(causal);
     a.has_scale = scale.has_value();
-    a.scale = scale.value_or(0.0);
-    a.window_left = window_left.value_or(HR_UNBOUNDED);
-    a.window_right = window_right.value_or(HR_UNBOUNDED);
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of optionals that are empty
+#endif
+    if (scale) a.scale = *scale;
+    if (window_left) a.window_left = *window_left;
+    if (window_right) a.window_right = *window_right;
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
     a.softcap = softcap, a.dropout_p = dropout_p, a.seed = seed;
     a.deterministic = deterministic, a.batch_invariant = batch_invariant;
     a.threads = threads, a.backend = static_cast<std::int32_t>(backend);

@@ -19,9 +19,17 @@ void not_null(const char* name, const void* pointer) {
   if (pointer == nullptr) throw Failure(HR_ERROR_VALUE, fmt::format("{}: is NULL", name));
 }
 
-Pass pass_of(hr_pass pass) {
-  // Through an integer: a C caller may pass any number, and a switch on the enum would assume otherwise.
-  const int number = static_cast<int>(pass);
+// A C caller may pass any number as an enum, which C++ may not even read as one.
+template <typename Enum>
+int number_of(const Enum& value) {
+  static_assert(sizeof(Enum) == sizeof(int));
+  int number = 0;
+  std::memcpy(&number, &value, sizeof(number));
+  return number;
+}
+
+Pass pass_of(const hr_pass& pass) {
+  const int number = number_of(pass);
   if (number != HR_FORWARD && number != HR_BACKWARD)
     throw Failure(HR_ERROR_VALUE, fmt::format("pass: is {}; it must be 0 (forward) or 1 (backward)", number));
   return static_cast<Pass>(number);
@@ -61,7 +69,7 @@ void set_last_error(const char* message) noexcept {
 hr_tensor hr_tensor_contiguous(void* data, hr_dtype dtype, int ndim, const int64_t* shape) {
   hr_tensor tensor{};
   tensor.data = data;
-  tensor.dtype = dtype;
+  tensor.dtype = headrace::number_of(dtype);
   tensor.ndim = ndim;
   if (ndim < 0 || ndim > 4) return tensor;
   if (shape == nullptr && ndim > 0) {

@@ -28,12 +28,17 @@ hr_status hr_dropout_mask(const hr_tensor* keep, double dropout_p, uint64_t seed
   using headrace::Failure;
   return headrace::guarded([&] {
     if (keep == nullptr) throw Failure(HR_ERROR_VALUE, "keep: is NULL");
+    headrace::check_present("keep", *keep);
     headrace::check_dtype("keep", *keep, {HR_BOOL});
     headrace::check_view("keep", *keep, 4, "[batch, heads_q, seqlen_q, seqlen_k]");
     headrace::check_output("keep", *keep);
-    headrace::check_data("keep", *keep);
     if (!(dropout_p >= 0 && dropout_p < 1))
       throw Failure(HR_ERROR_VALUE, fmt::format("dropout_p: is {}; it must be at least 0 and below 1", dropout_p));
+    if (!headrace::Dropout::distinguishes(keep->shape[0], keep->shape[1], keep->shape[2], keep->shape[3]))
+      throw Failure(HR_ERROR_VALUE,
+                    fmt::format("keep: shape is {}; dropout works up to 2^32 sequences and heads and lengths of 2^33",
+                                headrace::shape_text(*keep)));
+    headrace::check_data("keep", *keep);
     headrace::write_dropout_mask(*keep, headrace::Dropout{dropout_p, seed});
   });
 }

@@ -104,6 +104,7 @@ void checked_merge(const Argument (&outs)[3], const Argument (&lses)[3]) {
   for (const auto* arguments : {&outs, &lses}) {
     for (const Argument& argument : *arguments) {
       if (argument.tensor == nullptr) throw Failure(HR_ERROR_VALUE, fmt::format("{}: is NULL", argument.name));
+      check_present(argument.name, *argument.tensor);
     }
   }
   const hr_tensor& out_a = *outs[0].tensor;

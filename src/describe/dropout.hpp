@@ -46,6 +46,12 @@ struct Dropout {
   std::uint64_t seed = 0;
 
   HEADRACE_HOST_DEVICE constexpr bool active() const { return rate > 0.0; }
+  // Whether every element has a counter of its own: its halves are 32-bit words.
+  HEADRACE_HOST_DEVICE static constexpr bool distinguishes(std::int64_t batch, std::int64_t heads, std::int64_t seqlen_q,
+                                                           std::int64_t seqlen_k) {
+    constexpr std::int64_t indices = std::int64_t{1} << 32, positions = std::int64_t{1} << 33;
+    return batch <= indices && heads <= indices && seqlen_q <= positions && seqlen_k <= positions;
+  }
   // The dropped fraction is rate to within 2^-32.
   HEADRACE_HOST_DEVICE constexpr std::uint32_t threshold() const {
     return static_cast<std::uint32_t>(rate * 4294967296.0);

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "headrace/headrace.h"
+#include "headrace/headrace.hpp"  // Pass
 #include "tiling/tiling.hpp"
 
 namespace headrace {
@@ -19,8 +19,6 @@ class Failure : public std::runtime_error {
   Failure(hr_status code, const std::string& message) : std::runtime_error(message), status(code) {}
   hr_status status;
 };
-
-enum class Pass { forward = HR_FORWARD, backward = HR_BACKWARD };
 
 // Strides in elements of a tensor of vectors, addressed as (batch, row, head); the vector itself is
 // contiguous. In ragged calls `batch` is 0 and rows count over the packed tokens.

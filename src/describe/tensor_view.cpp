@@ -128,6 +128,10 @@ std::int64_t stride_of(const hr_tensor& tensor, int dimension) {
   return tensor.shape[dimension] <= 1 || is_empty(tensor) ? 0 : tensor.stride[dimension];
 }
 
+void check_present(std::string_view name, const hr_tensor& tensor) {
+  if (!is_present(tensor)) throw Failure(HR_ERROR_VALUE, fmt::format("{}: is absent (ndim 0); it is required", name));
+}
+
 void check_dtype(std::string_view name, const hr_tensor& tensor, std::initializer_list<hr_dtype> allowed) {
   if (std::find(allowed.begin(), allowed.end(), tensor.dtype) != allowed.end()) return;
   throw Failure(HR_ERROR_TYPE,

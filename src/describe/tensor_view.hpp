@@ -23,6 +23,9 @@ bool is_empty(const hr_tensor& tensor);  // has no elements; ndim must be valid
 // The stride of a dimension, and 0 where it moves nothing: a dimension of size 1 or a tensor without elements.
 std::int64_t stride_of(const hr_tensor& tensor, int dimension);
 
+// Throws if the tensor is absent.
+void check_present(std::string_view name, const hr_tensor& tensor);
+
 // Throws unless the tensor has one of the dtypes.
 void check_dtype(std::string_view name, const hr_tensor& tensor, std::initializer_list<hr_dtype> allowed);
 

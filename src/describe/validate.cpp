@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "describe/dropout.hpp"
 #include "describe/problem.hpp"
 #include "describe/tensor_view.hpp"
 
@@ -67,9 +68,9 @@ class Validator {
   }
 
   void queries_keys_values() {
-    require("q", a_.q);
-    require("k", a_.k);
-    require("v", a_.v);
+    check_present("q", a_.q);
+    check_present("k", a_.k);
+    check_present("v", a_.v);
     check_dtype("q", a_.q, {HR_FLOAT32, HR_FLOAT16, HR_BFLOAT16, HR_FLOAT64});
     p_.dtype = static_cast<hr_dtype>(a_.q.dtype);
     same_dtype_as_q("k", a_.k);
@@ -141,11 +142,11 @@ class Validator {
   }
 
   void results() {
-    require("out", a_.out);
+    check_present("out", a_.out);
     same_dtype_as_q("out", a_.out);
     like_output("out", a_.out);
     p_.out = rows(a_.out);
-    if (p_.pass == Pass::backward) require("lse", a_.lse);
+    if (p_.pass == Pass::backward) check_present("lse", a_.lse);
     p_.has_lse = is_present(a_.lse);
     if (p_.has_lse) {
       p_.lse_dtype = statistics("lse", a_.lse);
@@ -220,11 +221,8 @@ class Validator {
     p_.block_mask = pair_strides(t);
   }
 
-  // The random bits are numbered by 32-bit halves of positions (dropout.hpp): beyond that the mask would repeat.
   void dropout_range() const {
-    if (p_.dropout_p == 0) return;
-    constexpr std::int64_t positions = std::int64_t{1} << 33, indices = std::int64_t{1} << 32;
-    if (p_.seqlen_q > positions || p_.seqlen_k > positions || p_.batch > indices || p_.heads_q > indices)
+    if (p_.dropout_p > 0 && !Dropout::distinguishes(p_.batch, p_.heads_q, p_.seqlen_q, p_.seqlen_k))
       invalid(
           "dropout_p: is {} for batch {}, heads_q {}, seqlen_q {}, seqlen_k {}; dropout works up to 2^32 sequences "
           "and heads and lengths of 2^33",
@@ -232,7 +230,7 @@ class Validator {
   }
 
   void gradients() {
-    require("dout", a_.dout);
+    check_present("dout", a_.dout);
     same_dtype_as_q("dout", a_.dout);
     like_output("dout", a_.dout);
     p_.dout = rows(a_.dout);
@@ -265,10 +263,6 @@ class Validator {
   }
 
   // ---- rules that several tensors share ----
-
-  static void require(std::string_view name, const hr_tensor& t) {
-    if (!is_present(t)) invalid("{}: is absent (ndim 0); it is required", name);
-  }
 
   void same_dtype_as_q(std::string_view name, const hr_tensor& t) const {
     if (t.dtype != p_.dtype)
@@ -307,7 +301,7 @@ class Validator {
   }
 
   RowStrides gradient(std::string_view name, const hr_tensor& t, std::string_view of, const hr_tensor& input) const {
-    require(name, t);
+    check_present(name, t);
     same_dtype_as_q(name, t);
     check_view(name, t, input.ndim, fmt::format("the shape of {}", of));
     check_vectors(name, t);

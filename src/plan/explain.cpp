@@ -87,7 +87,7 @@ Explanation explain(const Problem& p, const Kernel& kernel, const std::uint8_t* 
   if (!counts.exact)
     notes.push_back(p.has_block_mask && block_mask == nullptr
                         ? "tiles are counted as if every block of block_mask were set: its data was NULL when planning"
-                        : "tiles are extrapolated from evenly spaced rows: there are too many to count them all");
+                        : "tiles are extrapolated from a sample of their rows: there are too many to count them all");
 
   const Json json = {{"kernel", report.name},
                      {"backend", backend},

@@ -55,7 +55,8 @@ void add_block_row(const Visibility& visibility, Range rows, double weight, Tile
   }
 }
 
-// Calls add(rows, weight) for evenly spaced chunks of `size` rows, each standing for `weight` chunks.
+// Calls add(rows, weight) for chunks of `size` rows, each standing for `weight` chunks: all of them, or one of every
+// `step` neighbours, its place among them scrambled so that it does not beat with the period of the tiles of keys.
 template <typename Add>
 void sample_rows(Index seqlen_q, Index size, double cost_of_chunk, double budget, bool& exact, Add&& add) {
   const Index chunks = ceil_div(seqlen_q, size);
@@ -64,7 +65,8 @@ void sample_rows(Index seqlen_q, Index size, double cost_of_chunk, double budget
   if (step > 1) exact = false;
   for (Index group = 0; group < chunks; group += step) {
     const Index members = min_index(step, chunks - group);
-    const Index chunk = group + (members - 1) / 2;
+    const std::uint64_t scrambled = static_cast<std::uint64_t>(group / step) * 0x9E3779B97F4A7C15u >> 33;
+    const Index chunk = group + static_cast<Index>(scrambled) % members;
     add(Range{chunk * size, min_index(seqlen_q, (chunk + 1) * size)}, static_cast<double>(members));
   }
 }

@@ -13,7 +13,7 @@ struct TileCounts {
   double total = 0, visited = 0, edge = 0;
   double pairs = 0;          // (query, key) pairs of all sequences, visible or not
   double visible_pairs = 0;  // that causal, window and block mask leave; mask and bias are data and not looked at
-  bool exact = true;         // false: extrapolated from evenly spaced rows of tiles, because the problem is huge, or
+  bool exact = true;         // false: extrapolated from a sample of the rows of tiles, because the problem is huge, or
                              // the block mask was not there to be read and counts as all set
 };
 
