@@ -56,7 +56,7 @@ HWY_INLINE void store_narrowed(D /*d*/, hn::Vec<D> v, BFloat16* p) {
   hn::StoreU(hn::DemoteTo(narrow, hn::BitCast(di, upper)), narrow, reinterpret_cast<std::uint16_t*>(p));
 }
 template <class D>
-HWY_INLINE void store_narrowed(D d, hn::Vec<D> v, Float16* p) {
+HWY_INLINE void store_narrowed([[maybe_unused]] D d, hn::Vec<D> v, Float16* p) {
 #if HWY_TARGET == HWY_SSE4  // no conversion instructions; Highway's truncates
   HWY_ALIGN float values[hn::MaxLanes(D())];
   hn::Store(v, d, values);
