@@ -71,6 +71,7 @@ struct GradientTile {
   C q_magnitude = 0, k_magnitude = 0;
   GroupColumns groups[kMaxGroups];
   Index group_count = 0;
+  Rows next_q, next_dout;  // of the tile after this one, to be prefetched; none where count is 0
 };
 
 // The part of a score's gradient that a caller needs.
@@ -152,6 +153,8 @@ void gradient_tile(const ScoreRules<C>& rules, GradientTile<C>& tile, Gradient g
   score_product(tile.groups, tile.group_count, count, p.value_dim, memory.dout, memory.vt, memory.ds);
   for (Index r = 0; r < tile.rows.rows; ++r) {
     const GroupColumns& group = tile.groups[r / kBlockRows];
+    prefetch(tile.next_q, r, r + 1);
+    prefetch(tile.next_dout, r, r + 1);
     gradient_row(rules, tile, gradient, tile.rows.row + r, group.begin, group.end, lse[r], delta[r],
                  memory.p + r * tile_stride, memory.ds + r * tile_stride, memory.row);
   }
@@ -172,9 +175,9 @@ void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& t
         end = std::clamp<Index>(seen.end - tile.rows.row, begin, tile.rows.rows);
       }
       if (begin == end) continue;
-      gemm<Left::packed, true>(keys, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
-                               weights + begin * tile_stride + c, tile_stride, right.data + begin * right.ld + vec * n,
-                               0, right.ld, target + c * ld + vec * n, ld);
+      gemm<Left::packed, Into::chain>(keys, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
+                                      weights + begin * tile_stride + c, tile_stride, right.at(begin, vec),
+                                      panel_width<C>(), target + c * ld + vec * n, ld);
     }
   }
   for (Index bad = 0; bad < right.bad_count; ++bad) {
@@ -191,16 +194,7 @@ void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& t
 template <typename C>
 void add_query_gradient(const ScoreRules<C>& rules, const GradientTile<C>& tile, const C* ds, const RightRows<C>& k,
                         C* dq, Index dq_stride, Index vecs) {
-  const Index n = lanes<C>();
-  for (Index vec = 0; vec < vecs; vec += kBlockVecs) {
-    for (Index g = 0; g < tile.group_count; ++g) {
-      const GroupColumns& group = tile.groups[g];
-      if (group.begin >= group.end) continue;
-      gemm<Left::tile, true>(group.rows, std::min<Index>(kBlockVecs, vecs - vec), group.end - group.begin,
-                             ds + g * kBlockRows * tile_stride + group.begin, 0, k.data + group.begin * k.ld + vec * n,
-                             0, k.ld, dq + g * kBlockRows * dq_stride + vec * n, dq_stride);
-    }
-  }
+  add_tile_product(tile.groups, tile.group_count, ds, k, dq, dq_stride, vecs);
   for (Index bad = 0; bad < k.bad_count; ++bad) {
     const Index c = k.bad[bad];
     for (Index r = 0; r < tile.rows.rows; ++r) {
@@ -272,23 +266,23 @@ void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t
         if (!packed) {
           packed = true;
           pack_keys(p, buffers, b, task.head_kv, tile, memory);
-          k.prepare(rows_of(p, buffers.k, p.k, b, task.head_kv, k_first, key_count, p.head_dim), memory.k_rows,
-                    plan.ld_q);
+          k = RightRows<C>(rows_of(p, buffers.k, p.k, b, task.head_kv, k_first, key_count, p.head_dim), memory.k_rows);
         }
         tile.rows = {.head = h, .heads = 1, .row = rows.begin, .rows = rows.size()};
         pack_queries(p, buffers, b, tile, memory);
+        const Index next = seq.q_begin + rows.end, next_count = std::min(tile_q, seq.q_len - rows.end);
+        tile.next_q = rows_of(p, buffers.q, p.q, b, h, next, next_count, p.head_dim);
+        tile.next_dout = rows_of(p, buffers.dout, p.dout, b, h, next, next_count, p.value_dim);
         const Index statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin;
         gradient_tile(rules, tile, Gradient::score, memory.lse + statistics, memory.delta + statistics, memory);
 
         const Index q_first = seq.q_begin + rows.begin;
-        RightRows<C> q, dout;
-        q.prepare(rows_of(p, buffers.q, p.q, b, h, q_first, rows.size(), p.head_dim), memory.q_rows, plan.ld_q);
-        dout.prepare(rows_of(p, buffers.dout, p.dout, b, h, q_first, rows.size(), p.value_dim), memory.dout_rows,
-                     plan.ld_v);
+        RightRows<C> q(rows_of(p, buffers.q, p.q, b, h, q_first, rows.size(), p.head_dim), memory.q_rows);
+        RightRows<C> dout(rows_of(p, buffers.dout, p.dout, b, h, q_first, rows.size(), p.value_dim), memory.dout_rows);
         if (rules.hides(tile.kind)) {
-          q.isolate_bad(memory.q_rows, plan.ld_q);
-          dout.isolate_bad(memory.dout_rows, plan.ld_v);
-          k.isolate_bad(memory.k_rows, plan.ld_q);
+          q.isolate_bad();
+          dout.isolate_bad();
+          k.isolate_bad();
         }
         add_transposed_product(rules, tile, memory.p, dout, memory.dv, plan.ld_v);
         add_transposed_product(rules, tile, memory.ds, q, memory.dk, plan.ld_q);

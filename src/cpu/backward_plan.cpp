@@ -54,14 +54,15 @@ BackwardPlan plan_backward(const Problem& p, const KernelTable& kernels) {
   plan.dq_direct = (p.dtype == HR_FLOAT32 || wide) && p.head_dim % lanes == 0;
 
   const Index tile_rows = round_up(tile_q, kernels.rows), padded_keys = plan.tile_keys + 2 * lanes;
+  const auto panels = [&](Index size) { return round_up(size, 2 * lanes); };
   Arena scratch;
   plan.q = scratch.add(bytes(tile_rows * p.head_dim));
   plan.dout = scratch.add(bytes(tile_rows * p.value_dim));
-  plan.q_rows = scratch.add(bytes(tile_q * plan.ld_q));
-  plan.dout_rows = scratch.add(bytes(tile_q * plan.ld_v));
+  plan.q_rows = scratch.add(bytes(tile_q * panels(p.head_dim)));
+  plan.dout_rows = scratch.add(bytes(tile_q * panels(p.value_dim)));
   plan.kt = scratch.add(bytes(padded_keys * p.head_dim));
   plan.vt = scratch.add(bytes(padded_keys * p.value_dim));
-  plan.k_rows = scratch.add(bytes(plan.tile_keys * plan.ld_q));
+  plan.k_rows = scratch.add(bytes(plan.tile_keys * panels(p.head_dim)));
   plan.p = scratch.add(bytes(tile_rows * tile_stride));
   plan.ds = scratch.add(bytes(tile_rows * tile_stride));
   plan.dk = scratch.add(bytes(std::max(plan.tile_keys * plan.ld_q, plan.ld_v)));  // also a row of dout

@@ -43,7 +43,7 @@ template <typename C>
 struct PartialState {
   C *out, *max, *sum;
   PartialState(const ForwardPlan& plan, std::byte* shared, std::size_t task) {
-    const Index rows = tiles_per_task * round_up(tile_q, kBlockRows);
+    const Index rows = plan.tiles_per_task * round_up(tile_q, kBlockRows);
     out = reinterpret_cast<C*>(shared + task * plan.partial_bytes);
     max = out + rows * plan.ld_out;
     sum = max + rows;
@@ -88,12 +88,23 @@ HWY_NOINLINE void softmax_row(C* HWY_RESTRICT s, Index begin, Index end, C* HWY_
   hn::StoreU(sum, d, sums);
 }
 
-// One query tile against one key tile.
+// A tile of keys and values: packed, and the next one's rows to prefetch meanwhile.
 template <typename C>
-void forward_tile(const Problem& p, const Buffers& buffers, Index b, const QueryTile& tile, TileKind kind, Range keys,
-                  C q_magnitude, C k_magnitude, RightRows<C>& v, const ForwardScratch<C>& scratch, const C* q, C* out,
+struct KeyTile {
+  Range keys;
+  C k_magnitude = 0;
+  RightRows<C> v;
+  Rows next_k, next_v;
+};
+
+// One query tile against one key tile. next: the part of the next key tile's rows to prefetch.
+template <typename C>
+void forward_tile(const Problem& p, const Buffers& buffers, Index b, const QueryTile& tile, TileKind kind,
+                  C q_magnitude, KeyTile<C>& key_tile, Range next, const ForwardScratch<C>& scratch, const C* q, C* out,
                   C* max, C* sum, Index ld_out) {
-  const Index n = lanes<C>(), width = panel_width<C>();
+  const Range keys = key_tile.keys;
+  RightRows<C>& v = key_tile.v;
+  const Index n = lanes<C>();
   const Index count = keys.size();
   const Index group_count = ceil_div(tile.size(), kBlockRows);
   const ScoreRules<C> head_rules(p, buffers, b, tile.head);
@@ -102,7 +113,7 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Query
     groups[g] = group_columns<C>(head_rules.vis, kind, tile, g, keys.begin, count);
   }
 
-  if (may_overflow(q_magnitude, k_magnitude, p.head_dim)) {
+  if (may_overflow(q_magnitude, key_tile.k_magnitude, p.head_dim)) {
     score_product_wide(groups, group_count, p.head_dim, q, scratch.kt, scratch.scores);
   } else {
     score_product(groups, group_count, count, p.head_dim, q, scratch.kt, scratch.scores);
@@ -111,6 +122,10 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Query
   const bool plain = head_rules.plain(kind);
   const Dropout dropout{p.dropout_p, p.seed};
   for (Index g = 0; g < group_count; ++g) {
+    const Index first = next.begin + g * next.size() / group_count;
+    const Index last = next.begin + (g + 1) * next.size() / group_count;
+    prefetch(key_tile.next_k, first, last);
+    prefetch(key_tile.next_v, first, last);
     const Index begin = groups[g].begin, end = groups[g].end;
     if (begin >= end) continue;
     const Index rounded = begin + round_up(end - begin, n);
@@ -131,17 +146,8 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Query
     }
   }
 
-  if (head_rules.hides(kind)) v.isolate_bad(scratch.v, ld_out);
-  const Index vecs = ld_out / n;
-  for (Index vec = 0; vec < vecs; vec += kBlockVecs) {
-    for (Index g = 0; g < group_count; ++g) {
-      const Index begin = groups[g].begin, depth = groups[g].end - begin;
-      if (depth <= 0) continue;
-      gemm<Left::tile, true>(groups[g].rows, std::min(kBlockVecs, vecs - vec), depth,
-                             scratch.scores + g * kBlockRows * tile_stride + begin, 0, v.data + begin * v.ld + vec * n,
-                             width, v.ld, out + g * kBlockRows * ld_out + vec * n, ld_out);
-    }
-  }
+  if (head_rules.hides(kind)) v.isolate_bad();
+  add_tile_product(groups, group_count, scratch.scores, v, out, ld_out, ld_out / n);
   for (Index bad = 0; bad < v.bad_count; ++bad) {
     const Index j = v.bad[bad];
     for (Index r = 0; r < tile.size(); ++r) {
@@ -182,8 +188,8 @@ void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
   const ForwardScratch<C> scratch(plan, workspace.scratch);
   const Index rows_per_tile = round_up(tile_q, kBlockRows);
 
-  QueryTile tiles[tiles_per_task];
-  C q_magnitude[tiles_per_task];
+  QueryTile tiles[max_tiles_per_task];
+  C q_magnitude[max_tiles_per_task];
   Index first_key = seq.k_len, last_key = 0;
   for (Index t = 0; t < task.count; ++t) {
     tiles[t] = plan.query_tile(seq.q_len, task.head_kv, task.first + t);
@@ -219,35 +225,37 @@ void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
     first_tile = begin + count * task.split / plan.splits;
     last_tile = begin + count * (task.split + 1) / plan.splits;
   }
-  for (Index key_tile = first_tile; key_tile < last_tile; ++key_tile) {
-    const Range keys{key_tile * tile_k, std::min<Index>(seq.k_len, (key_tile + 1) * tile_k)};
+  const auto rows_of = [&](const void* data, const RowStrides& strides, Range keys, Index size) {
+    return Rows{.data = data,
+                .dtype = p.dtype,
+                .offset = strides.at(batch, seq.k_begin + keys.begin, task.head_kv),
+                .stride = strides.row,
+                .count = keys.size(),
+                .size = size};
+  };
+  for (Index index_k = first_tile; index_k < last_tile; ++index_k) {
+    KeyTile<C> key_tile;
+    key_tile.keys = {index_k * tile_k, std::min<Index>(seq.k_len, (index_k + 1) * tile_k)};
     bool packed = false;
-    C k_magnitude = 0;
-    RightRows<C> v;
     for (Index t = 0; t < task.count; ++t) {
-      const TileKind kind = classify(p, buffers, b, tiles[t], keys);
+      const TileKind kind = classify(p, buffers, b, tiles[t], key_tile.keys);
       if (kind == TileKind::hidden) continue;
       if (!packed) {
         packed = true;
-        const Index k_row = seq.k_begin + keys.begin;
-        pack_transposed<C>({.data = buffers.k,
-                            .dtype = p.dtype,
-                            .offset = p.k.at(batch, k_row, task.head_kv),
-                            .stride = p.k.row,
-                            .count = keys.size(),
-                            .size = p.head_dim},
-                           C{1}, panel_width<C>(), scratch.kt);
-        k_magnitude = max_magnitude(scratch.kt, round_up(keys.size(), panel_width<C>()) * p.head_dim);
-        v.prepare({.data = buffers.v,
-                   .dtype = p.dtype,
-                   .offset = p.v.at(batch, k_row, task.head_kv),
-                   .stride = p.v.row,
-                   .count = keys.size(),
-                   .size = p.value_dim},
-                  scratch.v, plan.ld_out);
+        pack_transposed<C>(rows_of(buffers.k, p.k, key_tile.keys, p.head_dim), C{1}, panel_width<C>(), scratch.kt);
+        key_tile.k_magnitude = max_magnitude(scratch.kt, round_up(key_tile.keys.size(), panel_width<C>()) * p.head_dim);
+        key_tile.v = RightRows<C>(rows_of(buffers.v, p.v, key_tile.keys, p.value_dim), scratch.v);
+        const Range next{key_tile.keys.end, index_k + 1 < last_tile
+                                                ? std::min<Index>(seq.k_len, key_tile.keys.end + tile_k)
+                                                : key_tile.keys.end};
+        if (!next.empty()) {
+          key_tile.next_k = rows_of(buffers.k, p.k, next, p.head_dim);
+          key_tile.next_v = rows_of(buffers.v, p.v, next, p.value_dim);
+        }
       }
       const Index row = t * rows_per_tile;
-      forward_tile(p, buffers, b, tiles[t], kind, keys, q_magnitude[t], k_magnitude, v, scratch,
+      forward_tile(p, buffers, b, tiles[t], kind, q_magnitude[t], key_tile,
+                   {key_tile.next_k.count * t / task.count, key_tile.next_k.count * (t + 1) / task.count}, scratch,
                    scratch.q + row * p.head_dim, scratch.out + row * plan.ld_out, scratch.max + row,
                    scratch.sum + row * n, plan.ld_out);
     }

@@ -54,14 +54,17 @@ Index cost(const ForwardPlan& plan, const ForwardTask& task) {
 ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels) {
   ForwardPlan plan;
   plan.problem = &p;
+  Index all_tiles = 0;
+  for (const Sequence& seq : p.sequences) all_tiles += p.heads_kv * plan.query_tiles(seq.q_len);
+  plan.tiles_per_task = std::clamp(all_tiles / wanted_tasks, min_tiles_per_task, max_tiles_per_task);
   for (Index b = 0; b < p.batch; ++b) {
     const Index tiles = plan.query_tiles(p.sequences[static_cast<std::size_t>(b)].q_len);
     for (Index head = 0; head < p.heads_kv; ++head) {
-      for (Index first = 0; first < tiles; first += tiles_per_task) {
+      for (Index first = 0; first < tiles; first += plan.tiles_per_task) {
         plan.tasks.push_back({.sequence = static_cast<std::int32_t>(b),
                               .head_kv = static_cast<std::int32_t>(head),
                               .first = first,
-                              .count = static_cast<std::int32_t>(std::min(tiles_per_task, tiles - first)),
+                              .count = static_cast<std::int32_t>(std::min(plan.tiles_per_task, tiles - first)),
                               .split = 0});
       }
     }
@@ -74,9 +77,9 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels) {
   std::stable_sort(order.begin(), order.end(), [&](std::size_t x, std::size_t y) { return costs[x] > costs[y]; });
 
   const Index count = static_cast<Index>(plan.tasks.size());
-  if (!p.batch_invariant && count > 0 && count < split_below_tasks) {
+  if (!p.batch_invariant && count > 0 && count < wanted_tasks) {
     const Index longest = ceil_div(p.seqlen_k, tile_k);
-    plan.splits = std::max<Index>(1, std::min(ceil_div(split_below_tasks, count), longest / min_split_tiles));
+    plan.splits = std::max<Index>(1, std::min(ceil_div(wanted_tasks, count), longest / min_split_tiles));
   }
   std::vector<ForwardTask> sorted;
   sorted.reserve(plan.tasks.size() * static_cast<std::size_t>(plan.splits));
@@ -93,11 +96,11 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels) {
   const std::size_t element = wide ? sizeof(double) : sizeof(float);
   const auto bytes = [&](Index elements) { return static_cast<std::size_t>(elements) * element; };
   plan.ld_out = round_up(p.value_dim, lanes);
-  const Index rows = tiles_per_task * round_up(tile_q, kernels.rows);
+  const Index rows = plan.tiles_per_task * round_up(tile_q, kernels.rows);
   Arena arena;
   plan.q = arena.add(bytes(rows * p.head_dim));
   plan.kt = arena.add(bytes((tile_k + 2 * lanes) * p.head_dim));
-  plan.v = arena.add(bytes(tile_k * plan.ld_out));
+  plan.v = arena.add(bytes(tile_k * round_up(p.value_dim, 2 * lanes)));
   plan.scores = arena.add(bytes(round_up(tile_q, kernels.rows) * tile_stride));
   plan.out = arena.add(bytes(rows * plan.ld_out));
   plan.max = arena.add(bytes(rows));

@@ -39,6 +39,7 @@ struct ForwardTask {
 
 struct ForwardPlan {
   const Problem* problem = nullptr;
+  Index tiles_per_task = 1;
   Index splits = 1;
   std::vector<ForwardTask> tasks;  // tasks of the splits of one group of query tiles stand together
   Index ld_out = 0;                // row length of the output accumulator

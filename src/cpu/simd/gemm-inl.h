@@ -6,6 +6,8 @@
 #define HEADRACE_CPU_SIMD_GEMM_INL_H_
 #endif
 
+#include <type_traits>
+
 #include "cpu/kernels.hpp"
 #include "cpu/tile_config.hpp"
 #include "hwy/highway.h"
@@ -26,11 +28,11 @@ namespace hn = hwy::HWY_NAMESPACE;
 // Register block: kBlockRows rows x 2 vectors. 32 vector registers hold 16 accumulators, which is what
 // two FMA units of 4 cycles need and leaves 0.63 loads for each FMA; 16 registers hold 12.
 #if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_SSE4
-inline constexpr Index kBlockRows = 6;
+inline constexpr int kBlockRows = 6;
 #else
-inline constexpr Index kBlockRows = 8;
+inline constexpr int kBlockRows = 8;
 #endif
-inline constexpr Index kBlockVecs = 2;
+inline constexpr int kBlockVecs = 2;
 
 template <typename C>
 using Wide = hn::ScalableTag<C>;
@@ -46,10 +48,17 @@ enum class Left {
   tile     // element (row, k) at row * tile_stride + k: rows of a score tile
 };
 
-// c[row][n] = (or +=) sum over k < depth of a(row, k) * b[k * b_step + n], for kRows rows and kVecs
-// vectors. Each element is one chain of FMAs in the order of k, whatever the block it falls in, so the
-// bits of a row do not depend on its neighbours.
-template <Left kLeft, bool kAccumulate, int kRows, int kVecs, typename C>
+// What becomes of the sum over k.
+enum class Into {
+  store,  // c = sum
+  add,    // c = c + sum
+  chain   // the sum begins with c
+};
+
+// c[row][n] = sum over k < depth of a(row, k) * b[k * b_step + n], for kRows rows and kVecs
+// vectors, or as kInto says. Each element is one chain of FMAs in the order of k, whatever the block it falls in, so
+// the bits of a row do not depend on its neighbours.
+template <Left kLeft, Into kInto, int kRows, int kVecs, typename C>
 HWY_NOINLINE void gemm_block(Index depth, const C* HWY_RESTRICT a, Index a_stride, const C* HWY_RESTRICT b,
                              Index b_step, C* HWY_RESTRICT c, Index c_stride) {
   const Wide<C> d;
@@ -59,7 +68,7 @@ HWY_NOINLINE void gemm_block(Index depth, const C* HWY_RESTRICT a, Index a_strid
   for (int r = 0; r < kRows; ++r) {
     HEADRACE_UNROLL
     for (int v = 0; v < kVecs; ++v) {
-      if constexpr (kAccumulate) {
+      if constexpr (kInto == Into::chain) {
         acc[r][v] = hn::LoadU(d, c + r * c_stride + v * n);
       } else {
         acc[r][v] = hn::Zero(d);
@@ -82,43 +91,31 @@ HWY_NOINLINE void gemm_block(Index depth, const C* HWY_RESTRICT a, Index a_strid
   HEADRACE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     HEADRACE_UNROLL
-    for (int v = 0; v < kVecs; ++v) hn::StoreU(acc[r][v], d, c + r * c_stride + v * n);
+    for (int v = 0; v < kVecs; ++v) {
+      C* target = c + r * c_stride + v * n;
+      hn::StoreU(kInto == Into::add ? hn::Add(hn::LoadU(d, target), acc[r][v]) : acc[r][v], d, target);
+    }
   }
 }
 
-// The same for at most kBlockRows rows and any number of vectors. Vectors stand in panels of
-// kBlockVecs: panel p of b begins at p * b_panel.
-template <Left kLeft, bool kAccumulate, int kRows, typename C>
-HWY_INLINE void gemm_rows(Index vecs, Index depth, const C* a, Index a_stride, const C* b, Index b_panel, Index b_step,
-                          C* c, Index c_stride) {
-  const Index n = lanes<C>();
-  Index v = 0;
-  for (; v + kBlockVecs <= vecs; v += kBlockVecs) {
-    gemm_block<kLeft, kAccumulate, kRows, kBlockVecs>(depth, a, a_stride, b, b_step, c + v * n, c_stride);
-    b += b_panel;
-  }
-  if (v < vecs) gemm_block<kLeft, kAccumulate, kRows, 1>(depth, a, a_stride, b, b_step, c + v * n, c_stride);
-}
-
-template <Left kLeft, bool kAccumulate, typename C>
-void gemm(Index rows, Index vecs, Index depth, const C* a, Index a_stride, const C* b, Index b_panel, Index b_step,
-          C* c, Index c_stride) {
-  if (rows == kBlockRows) {
-    gemm_rows<kLeft, kAccumulate, kBlockRows>(vecs, depth, a, a_stride, b, b_panel, b_step, c, c_stride);
-    return;
-  }
-  constexpr Index row_step_a = kLeft == Left::packed ? 1 : tile_stride;
-  if (rows & 4) {
-    gemm_rows<kLeft, kAccumulate, 4>(vecs, depth, a, a_stride, b, b_panel, b_step, c, c_stride);
-    a += 4 * row_step_a;
-    c += 4 * c_stride;
-  }
-  if (rows & 2) {
-    gemm_rows<kLeft, kAccumulate, 2>(vecs, depth, a, a_stride, b, b_panel, b_step, c, c_stride);
-    a += 2 * row_step_a;
-    c += 2 * c_stride;
-  }
-  if (rows & 1) gemm_rows<kLeft, kAccumulate, 1>(vecs, depth, a, a_stride, b, b_panel, b_step, c, c_stride);
+// The same for at most kBlockRows rows and at most kBlockVecs vectors.
+template <Left kLeft, Into kInto, typename C>
+HWY_INLINE void gemm(Index rows, Index vecs, Index depth, const C* a, Index a_stride, const C* b, Index b_step, C* c,
+                     Index c_stride) {
+  constexpr Index row_step = kLeft == Left::packed ? 1 : tile_stride;
+  const auto block = [&]<int kRows>(std::integral_constant<int, kRows>) {
+    if (vecs == kBlockVecs) {
+      gemm_block<kLeft, kInto, kRows, kBlockVecs>(depth, a, a_stride, b, b_step, c, c_stride);
+    } else {
+      gemm_block<kLeft, kInto, kRows, 1>(depth, a, a_stride, b, b_step, c, c_stride);
+    }
+    a += kRows * row_step;
+    c += kRows * c_stride;
+  };
+  if (rows == kBlockRows) return block(std::integral_constant<int, kBlockRows>());
+  if (rows & 4) block(std::integral_constant<int, 4>());
+  if (rows & 2) block(std::integral_constant<int, 2>());
+  if (rows & 1) block(std::integral_constant<int, 1>());
 }
 
 }  // namespace headrace::cpu::HWY_NAMESPACE

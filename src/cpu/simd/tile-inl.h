@@ -36,7 +36,7 @@ struct GroupColumns {
 template <typename C>
 HWY_INLINE GroupColumns group_columns(const Visibility& vis, TileKind kind, const QueryTile& tile, Index group,
                                       Index j0, Index keys) {
-  GroupColumns columns{.rows = std::min(kBlockRows, tile.size() - group * kBlockRows), .begin = 0, .end = keys};
+  GroupColumns columns{.rows = std::min<Index>(kBlockRows, tile.size() - group * kBlockRows), .begin = 0, .end = keys};
   if (kind != TileKind::edge) return columns;
   const bool one_head = tile.heads == 1;
   const Index first = one_head ? tile.row + group * kBlockRows : tile.row;
@@ -59,15 +59,25 @@ HWY_INLINE TileKind classify(const Problem& p, const Buffers& buffers, Index b, 
 
 // scores[r][c] = left row r . right row c, for the columns that each group needs. left: pack_transposed
 // by kBlockRows; right: pack_transposed by the panel width. One panel stays in the L1 cache for all rows.
+// Products of more than 64 elements are summed in pieces: where all products have one sign, the error
+// of a single chain grows beyond what is promised of lse.
 template <typename C>
 HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth, const C* left,
                                 const C* right, C* scores) {
+  constexpr Index piece = 64;
   const Index width = panel_width<C>();
   for (Index c = 0; c < keys; c += width) {
     for (Index g = 0; g < group_count; ++g) {
       if (c + width <= groups[g].begin || c >= groups[g].end) continue;
-      gemm<Left::packed, false>(groups[g].rows, kBlockVecs, depth, left + g * kBlockRows * depth, kBlockRows,
-                                right + c * depth, 0, width, scores + g * kBlockRows * tile_stride + c, tile_stride);
+      const C* a = left + g * kBlockRows * depth;
+      const C* b = right + c * depth;
+      C* target = scores + g * kBlockRows * tile_stride + c;
+      gemm<Left::packed, Into::store>(groups[g].rows, kBlockVecs, std::min(piece, depth), a, kBlockRows, b, width,
+                                      target, tile_stride);
+      for (Index k = piece; k < depth; k += piece) {
+        gemm<Left::packed, Into::add>(groups[g].rows, kBlockVecs, std::min(piece, depth - k), a + k * kBlockRows,
+                                      kBlockRows, b + k * width, width, target, tile_stride);
+      }
     }
   }
 }
@@ -99,46 +109,41 @@ HWY_INLINE bool may_overflow(C left_magnitude, C right_magnitude, Index depth) {
   return bound > 1e38 && bound <= std::numeric_limits<double>::max();
 }
 
-// The right operand of a product over rows (keys or queries), row r at data + r * ld. A hidden pair has
-// weight 0, but 0 * NaN is NaN: so rows that are not finite are replaced by zeros, listed, and added
-// afterwards for the visible pairs alone.
+// The right operand of a product over rows (keys or queries): the caller's rows in packed panels. A
+// hidden pair has weight 0, but 0 * NaN is NaN: so where pairs are hidden, rows that are not finite are
+// replaced by zeros, listed, and added afterwards for the visible pairs alone.
 template <typename C>
 struct RightRows {
-  const C* data = nullptr;
-  Index ld = 0;
-  Index bad_count = 0;
-  bool isolated = false;
-  std::uint16_t bad[tile_k];
   Rows source;
+  C* panels = nullptr;
+  bool isolated = false;
+  Index bad_count = 0;
+  std::uint16_t bad[tile_k];
 
-  // Uses the caller's rows in place where they are vectors of C already, else a packed copy.
-  HWY_INLINE void prepare(const Rows& rows, C* copy, Index copy_ld) {
-    source = rows;
-    bad_count = 0;
-    isolated = false;
-    const bool same_type = rows.dtype == (std::is_same_v<C, float> ? HR_FLOAT32 : HR_FLOAT64);
-    if (same_type && rows.size % lanes<C>() == 0 && rows.inner == 0) {
-      data = static_cast<const C*>(rows.data) + rows.offset;
-      ld = rows.stride;
-    } else {
-      pack_rows(rows, copy, copy_ld);
-      data = copy;
-      ld = copy_ld;
-    }
+  RightRows() = default;
+  RightRows(const Rows& rows, C* memory) : source(rows), panels(memory) { pack_panels(rows, panel_width<C>(), memory); }
+
+  // Row r from its vector `vec` on, a multiple of kBlockVecs. Rows are a panel's width apart.
+  [[nodiscard]] const C* at(Index r, Index vec) const {
+    return panels + vec * lanes<C>() * source.count + r * panel_width<C>();
   }
 
   // Takes out the rows that are not finite. Needed for tiles with hidden elements only.
-  HWY_NOINLINE void isolate_bad(C* copy, Index copy_ld) {
+  void isolate_bad() {
     if (isolated) return;
     isolated = true;
+    const Index width = panel_width<C>();
     for (Index r = 0; r < source.count; ++r) {
-      if (!all_finite(data + r * ld, source.size)) bad[bad_count++] = static_cast<std::uint16_t>(r);
+      bool finite = true;
+      for (Index c = 0; c < source.size; c += width) {
+        finite = finite && all_finite(panels + c * source.count + r * width, std::min(width, source.size - c));
+      }
+      if (finite) continue;
+      bad[bad_count++] = static_cast<std::uint16_t>(r);
+      for (Index c = 0; c < source.size; c += width) {
+        std::fill_n(panels + c * source.count + r * width, std::min(width, source.size - c), C{0});
+      }
     }
-    if (bad_count == 0) return;
-    if (data != copy) pack_rows(source, copy, copy_ld);
-    data = copy;
-    ld = copy_ld;
-    for (Index n = 0; n < bad_count; ++n) std::fill(copy + bad[n] * ld, copy + (bad[n] + 1) * ld, C{0});
   }
 
   // target[n] += weight * row r, from the caller's memory.
@@ -148,6 +153,27 @@ struct RightRows {
     }
   }
 };
+
+// target[row] += sum over columns c of tile[row][c] * right row c, for the columns that each group of rows
+// needs. vecs: vectors of a row of the target.
+template <typename C>
+HWY_NOINLINE void add_tile_product(const GroupColumns* groups, Index group_count, const C* tile,
+                                   const RightRows<C>& right, C* target, Index target_stride, Index vecs) {
+  // A panel of this many rows (16 KiB) and the rows of the tile against it fit the L1 cache.
+  constexpr Index depth_block = 128;
+  for (Index first = 0; first < right.source.count; first += depth_block) {
+    for (Index vec = 0; vec < vecs; vec += kBlockVecs) {
+      for (Index g = 0; g < group_count; ++g) {
+        const Index begin = std::max(first, groups[g].begin), end = std::min(first + depth_block, groups[g].end);
+        if (begin >= end) continue;
+        gemm<Left::tile, Into::chain>(groups[g].rows, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
+                                      tile + g * kBlockRows * tile_stride + begin, 0, right.at(begin, vec),
+                                      panel_width<C>(), target + g * kBlockRows * target_stride + vec * lanes<C>(),
+                                      target_stride);
+      }
+    }
+  }
+}
 
 }  // namespace headrace::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
