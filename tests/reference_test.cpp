@@ -513,7 +513,7 @@ TEST(Reference, DropoutDropsAfterTheNormalizer) {
   fill(call.dout, 2.0);
   call.options.dropout_p = 0.25;
   call.options.seed = 77;
-  bool keep[2 * 2 * 3 * keys];
+  bool keep[12 * keys];
   dropout_mask({keep, {2, 2, 3, keys}}, 0.25, 77);
   call.forward_and_backward();
   Values out(12, 0.0), dv(2 * keys, 0.0);
@@ -631,7 +631,7 @@ TEST(Reference, RaggedBatchIsItsSequences) {
 TEST(Reference, RaggedBiasCountsInsideItsSequence) {
   Values q(3), k(3), v(3), out(3), lse(3, nan), dout(3), dlse(3, 1.0), dq(3), dk(3), dv(3);
   const std::int32_t cu[] = {0, 1, 3};
-  Values bias(2 * 3 * 4), dbias(bias.size(), nan);  // [2, 1, 3, 4]; the longest sequence has 2 tokens
+  Values bias(24), dbias(bias.size(), nan);  // [2, 1, 3, 4]; the longest sequence has 2 tokens
   for (std::size_t n = 0; n < bias.size(); ++n) bias[n] = static_cast<double>(n);
   Attention call;
   call.backend = Backend::reference;
@@ -657,7 +657,7 @@ TEST(Reference, RaggedBiasCountsInsideItsSequence) {
 // A bias that is expanded with stride 0 has a full-size gradient, one that broadcasts has the sum.
 TEST(Reference, ExpandedBiasHasFullGradient) {
   const double bias = 0.5;
-  Values full(2 * 3), sum(1);
+  Values full(6), sum(1);
   for (const bool expanded : {true, false}) {
     SmallCall call({.seqlen_q = 2, .seqlen_k = 3});
     call.dlse = {1.0, 10.0};

@@ -60,9 +60,10 @@ HEADRACE_HOST_DEVICE constexpr T minus_infinity() {
 #endif
 }
 
+// NaN alone is neither below zero nor anywhere else.
 template <typename T>
 HEADRACE_HOST_DEVICE constexpr bool is_nan(T x) {
-  return x != x;
+  return !(x < T(0)) && !(x >= T(0));
 }
 
 // The larger one, or NaN if either is.
