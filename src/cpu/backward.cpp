@@ -15,7 +15,6 @@
 #include <cmath>
 
 #include "cpu/kernels.hpp"
-#include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/pack-inl.h"
@@ -24,7 +23,7 @@
 #include "cpu/tile_config.hpp"
 #include "hwy/highway.h"
 
-HEADRACE_BEFORE_NAMESPACE();
+HWY_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
 // The memory of one task: its thread's scratch, and the row statistics that all tasks share.
@@ -176,9 +175,9 @@ void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& t
         end = std::clamp<Index>(seen.end - tile.rows.row, begin, tile.rows.rows);
       }
       if (begin == end) continue;
-      gemm<Left::packed, Into::add>(keys, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
-                                    weights + begin * tile_stride + c, tile_stride, right.at(begin, vec),
-                                    panel_width<C>(), target + c * ld + vec * n, ld);
+      gemm<Left::packed, Into::chain>(keys, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
+                                      weights + begin * tile_stride + c, tile_stride, right.at(begin, vec),
+                                      panel_width<C>(), target + c * ld + vec * n, ld);
     }
   }
   for (Index bad = 0; bad < right.bad_count; ++bad) {

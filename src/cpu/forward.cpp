@@ -11,7 +11,6 @@
 #include <numeric>
 
 #include "cpu/kernels.hpp"
-#include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/pack-inl.h"
@@ -21,7 +20,7 @@
 #include "headrace/streaming.hpp"
 #include "hwy/highway.h"
 
-HEADRACE_BEFORE_NAMESPACE();
+HWY_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
 // The scratch memory of one task. Row r of query tile t is row t * tile_q + r of the state.

@@ -186,6 +186,16 @@ std::vector<Array> Array::interleaved(DType dtype, const Shape& outer, const std
   return parts;
 }
 
+Array Array::expanded(const Shape& shape) const {
+  Array result = *this;
+  for (int i = 0; i < view_.ndim; ++i) {
+    const std::int64_t size = shape[static_cast<std::size_t>(i)];
+    if (size != view_.shape[i]) result.view_.stride[i] = 0;
+    result.view_.shape[i] = size;
+  }
+  return result;
+}
+
 std::int64_t Array::size() const {
   if (!present()) return 0;
   return std::accumulate(view_.shape, view_.shape + view_.ndim, std::int64_t{1}, std::multiplies<>());

@@ -47,6 +47,9 @@ class Array {
   static std::vector<Array> interleaved(DType dtype, const Shape& outer, const std::vector<std::int64_t>& heads,
                                         std::int64_t dim, Rng& rng);
 
+  // The same elements seen with a larger shape: stride 0 where a dimension of one becomes longer.
+  [[nodiscard]] Array expanded(const Shape& shape) const;
+
   [[nodiscard]] bool present() const { return storage_ != nullptr; }
   [[nodiscard]] Tensor view() const { return view_; }
   [[nodiscard]] DType dtype() const { return static_cast<DType>(view_.dtype); }

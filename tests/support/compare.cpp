@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <new>
 #include <sstream>
 
@@ -329,6 +328,15 @@ Errors relative_errors(const Results& got, const Results& exact, const Results& 
           rms(got.dv, exact.dv, bounds.dv),
           rms(got.dbias, exact.dbias, bounds.dbias),
           rms(got.dsinks, exact.dsinks, bounds.dsinks)};
+}
+
+Results run_and_expect_exact(Call& call, Backend backend) {
+  Outcome outcome = run(call, backend);
+  EXPECT_EQ(outcome.failure, "") << call.spec.describe();
+  const Results exact = exact_results(call);
+  const Results bounds = error_bounds(DenseCall(call), exact, call.spec.dtype, call.lse.dtype(), call.bias.dtype());
+  EXPECT_EQ(differences(call, outcome.results, exact, bounds), "") << call.spec.describe();
+  return std::move(outcome.results);
 }
 
 std::string check(const Spec& spec) {

@@ -39,6 +39,9 @@ std::string check(const Spec& spec);
 // The simplest problem found that `fails` as well; spends about `seconds`.
 Spec minimized(Spec spec, const std::function<bool(const Spec&)>& fails, double seconds);
 
+// Runs a call with data of its own; a gtest failure says how it differs from the exact results, if it does.
+Results run_and_expect_exact(Call& call, Backend backend);
+
 // Adds a gtest failure that shows the problem, its simplest form and what is wrong, if anything is.
 void expect_exact(const Spec& spec);
 

@@ -66,6 +66,7 @@ bool DenseCall::visible(const DenseSequence& s, std::int64_t h, std::int64_t i, 
   if (bounded(spec_.window_left) && distance < -Wide{*spec_.window_left}) return false;
   if (bounded(spec_.window_right) && distance > Wide{*spec_.window_right}) return false;
   if (!mask_.empty() && mask_[at(mask_shape_, s.b, h, i, j)] == 0.0) return false;
+  if (bias(s.b, h, i, j) == -infinity) return false;
   if (!blocks_.empty()) {
     // A dimension of one block holds block 0 whether it broadcasts or not.
     if (blocks_[at(blocks_shape_, s.b, h, i / spec_.blocks.block_q, j / spec_.blocks.block_k)] == 0.0) return false;

@@ -37,7 +37,7 @@ class DenseCall {
   [[nodiscard]] std::size_t bias_at(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const {
     return at(bias_shape, b, h, i, j);
   }
-  // By position and boolean masks; a bias of -inf hides too, through the score.
+  // By position, masks and biases of -inf.
   [[nodiscard]] bool visible(const DenseSequence& s, std::int64_t h, std::int64_t i, std::int64_t j) const;
   [[nodiscard]] double bias(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const {
     return bias_.empty() ? 0.0 : bias_[bias_at(b, h, i, j)];

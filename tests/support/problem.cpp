@@ -342,7 +342,16 @@ Spec random_spec(Rng& rng, double max_cost) {
   spec.group = rng.chance(0.5) ? 1 : rng.integer(2, 8);
   spec.head_dim = random_dim(rng);
   spec.value_dim = rng.chance(0.6) ? spec.head_dim : random_dim(rng);
-  draw_lengths(rng, spec, [&] { return random_length(rng); });
+  if (rng.chance(0.15)) {
+    // Around the borders of tiles; thin enough to be allowed such lengths.
+    spec.batch = spec.heads_kv = 1;
+    spec.group = rng.pick<std::int64_t>({1, 1, 2});
+    spec.head_dim = rng.integer(1, 12);
+    spec.value_dim = rng.integer(1, 12);
+    draw_lengths(rng, spec, [&] { return 64 * rng.pick<std::int64_t>({1, 2, 3, 4, 8}) + rng.integer(-2, 2); });
+  } else {
+    draw_lengths(rng, spec, [&] { return random_length(rng); });
+  }
   shrink_to(spec, max_cost);
   draw_seqused(rng, spec);
   return spec;
