@@ -15,6 +15,7 @@
 #include <cmath>
 
 #include "cpu/kernels.hpp"
+#include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/pack-inl.h"
@@ -23,7 +24,7 @@
 #include "cpu/tile_config.hpp"
 #include "hwy/highway.h"
 
-HWY_BEFORE_NAMESPACE();
+HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
 // The memory of one task: its thread's scratch, and the row statistics that all tasks share.
@@ -125,9 +126,10 @@ HWY_NOINLINE void gradient_row(const ScoreRules<C>& rules, const GradientTile<C>
     auto ds = hn::Mul(prob, hn::Sub(dprob, delta_vec));
     if (capped) ds = hn::Mul(ds, hn::LoadU(d, slopes + c));
     ds = hn::Mul(ds, scale);
-    // A hidden pair has no gradient, even where v or dout are not finite.
-    hn::StoreU(hn::IfThenZeroElse(hn::Eq(score, minus_inf), ds), d, dp + c);
-    hn::StoreU(kept, d, s + c);
+    // A hidden pair has no gradient, even where v, dout or lse are not finite.
+    const auto hidden = hn::Eq(score, minus_inf);
+    hn::StoreU(hn::IfThenZeroElse(hidden, ds), d, dp + c);
+    hn::StoreU(hn::IfThenZeroElse(hidden, kept), d, s + c);
   }
   std::fill(s, s + begin, C{0});
   std::fill(dp, dp + begin, C{0});
@@ -175,9 +177,9 @@ void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& t
         end = std::clamp<Index>(seen.end - tile.rows.row, begin, tile.rows.rows);
       }
       if (begin == end) continue;
-      gemm<Left::packed, Into::chain>(keys, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
-                                      weights + begin * tile_stride + c, tile_stride, right.at(begin, vec),
-                                      panel_width<C>(), target + c * ld + vec * n, ld);
+      gemm<Left::packed, Into::add>(keys, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
+                                    weights + begin * tile_stride + c, tile_stride, right.at(begin, vec),
+                                    panel_width<C>(), target + c * ld + vec * n, ld);
     }
   }
   for (Index bad = 0; bad < right.bad_count; ++bad) {

@@ -13,9 +13,11 @@
 namespace headrace {
 namespace {
 
-int plan_threads(const Problem& p, std::size_t tasks) {
-  const int wanted = p.threads > 0 ? p.threads : omp_get_max_threads();
-  return static_cast<int>(std::clamp<std::size_t>(tasks, 1, static_cast<std::size_t>(std::max(1, wanted))));
+int wanted_threads(const Problem& p) { return p.threads > 0 ? p.threads : std::max(1, omp_get_max_threads()); }
+
+// No more threads than tasks.
+int used_threads(const Problem& p, std::size_t tasks) {
+  return static_cast<int>(std::clamp<std::size_t>(tasks, 1, static_cast<std::size_t>(wanted_threads(p))));
 }
 
 // Hands out the numbers 0 ... count - 1 in order, each to one thread.
@@ -47,8 +49,8 @@ class ForwardKernel final : public Kernel {
   explicit ForwardKernel(const Problem& p)
       : problem_(p),
         target_(cpu::chosen()),
-        plan_(cpu::plan_forward(p, target_.table())),
-        threads_(plan_threads(p, plan_.tasks.size())) {}
+        plan_(cpu::plan_forward(p, target_.table(), wanted_threads(p))),
+        threads_(used_threads(p, plan_.tasks.size())) {}
 
   [[nodiscard]] std::size_t workspace_bytes() const override {
     return shared_bytes() + static_cast<std::size_t>(threads_) * plan_.scratch_bytes;
@@ -110,7 +112,7 @@ class BackwardKernel final : public Kernel {
       : problem_(p),
         target_(cpu::chosen()),
         plan_(cpu::plan_backward(p, target_.table())),
-        threads_(plan_threads(p, std::max(plan_.tasks.size(), plan_.bias_tasks.size()))) {}
+        threads_(used_threads(p, std::max(plan_.tasks.size(), plan_.bias_tasks.size()))) {}
 
   [[nodiscard]] std::size_t workspace_bytes() const override {
     return plan_.shared_bytes + static_cast<std::size_t>(threads_) * plan_.scratch_bytes;

@@ -8,9 +8,9 @@
 // After foreach_target:
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "cpu/kernels.hpp"
+#include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/pack-inl.h"
@@ -20,7 +20,7 @@
 #include "headrace/streaming.hpp"
 #include "hwy/highway.h"
 
-HWY_BEFORE_NAMESPACE();
+HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
 // The scratch memory of one task. Row r of query tile t is row t * tile_q + r of the state.
@@ -50,6 +50,23 @@ struct PartialState {
   }
 };
 
+// The maximum of s[begin, end); NaN may be passed over. Four chains, since one would wait for each maximum.
+template <typename C>
+HWY_INLINE C row_max(const C* HWY_RESTRICT s, Index begin, Index end) {
+  const Wide<C> d;
+  const Index n = lanes<C>();
+  auto m0 = hn::Set(d, kMinusInf<C>), m1 = m0, m2 = m0, m3 = m0;
+  Index c = begin;
+  for (; c + 4 * n <= end; c += 4 * n) {
+    m0 = hn::Max(hn::LoadU(d, s + c), m0);
+    m1 = hn::Max(hn::LoadU(d, s + c + n), m1);
+    m2 = hn::Max(hn::LoadU(d, s + c + 2 * n), m2);
+    m3 = hn::Max(hn::LoadU(d, s + c + 3 * n), m3);
+  }
+  for (; c < end; c += n) m0 = hn::Max(hn::LoadU(d, s + c), m0);
+  return hn::GetLane(hn::MaxOfLanes(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3))));
+}
+
 // Scores to unnormalised probabilities, in place, with the row's state (maximum, vector of partial
 // sums, output) moved to the new maximum.
 template <typename C>
@@ -57,9 +74,7 @@ HWY_NOINLINE void softmax_row(C* HWY_RESTRICT s, Index begin, Index end, C* HWY_
                               C* HWY_RESTRICT out, Index out_size) {
   const Wide<C> d;
   const Index n = lanes<C>();
-  auto largest = hn::Set(d, kMinusInf<C>);
-  for (Index c = begin; c < end; c += n) largest = hn::Max(hn::LoadU(d, s + c), largest);
-  C tile_max = hn::GetLane(hn::MaxOfLanes(d, largest));
+  C tile_max = row_max(s, begin, end);
   if (tile_max == kMinusInf<C>) {
     // Nothing visible, unless a NaN hides behind the maximum: then the row is NaN.
     const C* found = std::find_if(s + begin, s + end, [](C x) { return x != kMinusInf<C>; });
@@ -79,13 +94,13 @@ HWY_NOINLINE void softmax_row(C* HWY_RESTRICT s, Index begin, Index end, C* HWY_
     }
   }
   const auto m = hn::Set(d, *max);
-  auto sum = hn::LoadU(d, sums);
+  auto sum = hn::Zero(d);
   for (Index c = begin; c < end; c += n) {
     const auto p = exp_nonpositive(d, hn::Sub(hn::LoadU(d, s + c), m));
     hn::StoreU(p, d, s + c);
     sum = hn::Add(sum, p);
   }
-  hn::StoreU(sum, d, sums);
+  hn::StoreU(hn::Add(hn::LoadU(d, sums), sum), d, sums);
 }
 
 // A tile of keys and values: packed, and the next one's rows to prefetch meanwhile.
@@ -160,13 +175,19 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Query
 // Rows of the output: out / sum, and lse, with the sink as one more key that has no value.
 template <typename C>
 void write_rows(const ForwardPlan& plan, const Buffers& buffers, Index b, const QueryTile& tile, const C* out,
-                const C* max, const C* sums, Index sum_lanes) {
+                const C* max, const C* sums) {
   const Problem& p = *plan.problem;
   const Index batch = p.ragged ? 0 : b, q_begin = p.sequences[static_cast<std::size_t>(b)].q_begin;
+  const Rows rows_ahead{.data = buffers.out,
+                        .dtype = p.dtype,
+                        .offset = p.out.at(batch, q_begin + tile.row, tile.head),
+                        .stride = p.out.row,
+                        .count = tile.heads == 1 ? tile.rows : 0,
+                        .size = p.value_dim};
   for (Index r = 0; r < tile.size(); ++r) {
     const Index h = tile.head_of(r), row = q_begin + tile.row_of(r);
-    SoftmaxState<double> state{static_cast<double>(max[r]),
-                               std::accumulate(sums + r * sum_lanes, sums + (r + 1) * sum_lanes, 0.0)};
+    prefetch(rows_ahead, r + 8, r + 9);
+    SoftmaxState<double> state{static_cast<double>(max[r]), static_cast<double>(sums[r])};
     double kept = 1.0;
     if (p.has_sinks) kept = state.update(static_cast<double>(buffers.sinks[h * p.sinks_stride])).kept;
     const auto result = state.finalize();
@@ -261,23 +282,23 @@ void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
     }
   }
 
-  if (plan.splits == 1) {
-    for (Index t = 0; t < task.count; ++t) {
-      const Index row = t * rows_per_tile;
-      write_rows(plan, buffers, b, tiles[t], scratch.out + row * plan.ld_out, scratch.max + row, scratch.sum + row * n,
-                 n);
+  for (Index t = 0; t < task.count; ++t) {
+    const Index row = t * rows_per_tile;
+    for (Index r = row; r < row + tiles[t].size(); ++r) {
+      scratch.sum[r] = hn::GetLane(hn::SumOfLanes(Wide<C>(), hn::LoadU(Wide<C>(), scratch.sum + r * n)));
     }
-    return;
+    if (plan.splits == 1) {
+      write_rows(plan, buffers, b, tiles[t], scratch.out + row * plan.ld_out, scratch.max + row, scratch.sum + row);
+    }
   }
+  if (plan.splits == 1) return;
   // The state of this part of the keys: out, max and the sum of each row.
   const PartialState<C> partial(plan, workspace.shared, index);
   for (Index t = 0; t < task.count; ++t) {
     const Index row = t * rows_per_tile, size = tiles[t].size();
     std::copy_n(scratch.out + row * plan.ld_out, size * plan.ld_out, partial.out + row * plan.ld_out);
     std::copy_n(scratch.max + row, size, partial.max + row);
-    for (Index r = row; r < row + size; ++r) {
-      partial.sum[r] = std::accumulate(scratch.sum + r * n, scratch.sum + (r + 1) * n, C{0});
-    }
+    std::copy_n(scratch.sum + row, size, partial.sum + row);
   }
 }
 
@@ -307,7 +328,7 @@ void merge_splits(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
       }
     }
     write_rows(plan, buffers, task.sequence, tile, merged.out + first * plan.ld_out, merged.max + first,
-               merged.sum + first, 1);
+               merged.sum + first);
   }
 }
 

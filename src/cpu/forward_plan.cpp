@@ -51,12 +51,17 @@ Index cost(const ForwardPlan& plan, const ForwardTask& task) {
 
 }  // namespace
 
-ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels) {
+ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threads) {
   ForwardPlan plan;
   plan.problem = &p;
   Index all_tiles = 0;
   for (const Sequence& seq : p.sequences) all_tiles += p.heads_kv * plan.query_tiles(seq.q_len);
-  plan.tiles_per_task = std::clamp(all_tiles / wanted_tasks, min_tiles_per_task, max_tiles_per_task);
+  if (!p.batch_invariant && all_tiles > 0 && all_tiles < split_below_tiles) {
+    const Index longest = ceil_div(p.seqlen_k, tile_k);
+    plan.splits = std::max<Index>(1, std::min(ceil_div(split_below_tiles, all_tiles), longest / min_split_tiles));
+  }
+  plan.tiles_per_task =
+      std::clamp<Index>(all_tiles * plan.splits / (tasks_per_thread * threads), 1, max_tiles_per_task);
   for (Index b = 0; b < p.batch; ++b) {
     const Index tiles = plan.query_tiles(p.sequences[static_cast<std::size_t>(b)].q_len);
     for (Index head = 0; head < p.heads_kv; ++head) {
@@ -76,11 +81,6 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels) {
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](std::size_t x, std::size_t y) { return costs[x] > costs[y]; });
 
-  const Index count = static_cast<Index>(plan.tasks.size());
-  if (!p.batch_invariant && count > 0 && count < wanted_tasks) {
-    const Index longest = ceil_div(p.seqlen_k, tile_k);
-    plan.splits = std::max<Index>(1, std::min(ceil_div(wanted_tasks, count), longest / min_split_tiles));
-  }
   std::vector<ForwardTask> sorted;
   sorted.reserve(plan.tasks.size() * static_cast<std::size_t>(plan.splits));
   for (const std::size_t n : order) {

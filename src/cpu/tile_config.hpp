@@ -16,17 +16,19 @@ inline constexpr Index tile_stride = tile_k + 16;
 // Query rows whose scores are alive at a time.
 inline constexpr Index tile_q = 64;
 
-// Query tiles that share one packing of a key tile in the forward pass, at most: packing and its cache
-// misses cost about as much as 20 rows of products. Fewer where the tasks would become too few.
-inline constexpr Index max_tiles_per_task = 16;
-inline constexpr Index min_tiles_per_task = 2;
-inline constexpr Index wanted_tasks = 32;
+// Query tiles that share one packing of a key tile in the forward pass, at most. Packing rows that lie far
+// apart costs cache and TLB misses, about as much as 50 rows of products, while the queries' state of
+// 4096 rows streams through the cache unnoticed. Fewer where a thread would get less than
+// tasks_per_thread. No bit of a row depends on this.
+inline constexpr Index max_tiles_per_task = 64;
+inline constexpr Index tasks_per_thread = 4;
 
 // Heads of a group are packed into one query tile where the sequence has at most this many rows.
 inline constexpr Index pack_heads_below = 32;
 
-// Where there are still fewer tasks, the keys are split into parts of at least this many key tiles. All
-// this depends on the shapes alone: results must not depend on the number of threads.
+// The keys are split where there are fewer query tiles than this, into parts of at least min_split_tiles
+// key tiles. That depends on the shapes alone: results must not depend on the number of threads.
+inline constexpr Index split_below_tiles = 32;
 inline constexpr Index min_split_tiles = 4;
 
 // The backward pass keeps seven tiles of keys alive; from this sum of head_dim and value_dim on it

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cpu/kernels.hpp"
+#include "cpu/simd/attributes-inl.h"
 #include "cpu/tile_config.hpp"
 #include "hwy/highway.h"
 
@@ -20,7 +21,7 @@
 #endif
 #endif
 
-HWY_BEFORE_NAMESPACE();
+HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
@@ -48,11 +49,11 @@ enum class Left {
   tile     // element (row, k) at row * tile_stride + k: rows of a score tile
 };
 
-// What becomes of the sum over k.
+// What becomes of the sum over k. Sums are added when they are complete and never go on from c: over
+// thousands of keys a single chain would drift where all terms have one sign.
 enum class Into {
   store,  // c = sum
-  add,    // c = c + sum
-  chain   // the sum begins with c
+  add     // c = c + sum
 };
 
 // c[row][n] = sum over k < depth of a(row, k) * b[k * b_step + n], for kRows rows and kVecs
@@ -67,13 +68,7 @@ HWY_NOINLINE void gemm_block(Index depth, const C* HWY_RESTRICT a, Index a_strid
   HEADRACE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     HEADRACE_UNROLL
-    for (int v = 0; v < kVecs; ++v) {
-      if constexpr (kInto == Into::chain) {
-        acc[r][v] = hn::LoadU(d, c + r * c_stride + v * n);
-      } else {
-        acc[r][v] = hn::Zero(d);
-      }
-    }
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = hn::Zero(d);
   }
   for (Index k = 0; k < depth; ++k) {
     hn::Vec<Wide<C>> right[kVecs];

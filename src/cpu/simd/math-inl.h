@@ -8,10 +8,11 @@
 
 #include <type_traits>
 
+#include "cpu/simd/attributes-inl.h"
 #include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
 
-HWY_BEFORE_NAMESPACE();
+HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;

@@ -13,11 +13,12 @@
 #include <type_traits>
 
 #include "cpu/kernels.hpp"
+#include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "describe/element.hpp"
 #include "hwy/highway.h"
 
-HWY_BEFORE_NAMESPACE();
+HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
@@ -45,6 +46,10 @@ HWY_INLINE void store_narrowed(D d, hn::Vec<D> v, hn::TFromD<D>* p) {
 }
 template <class D>
 HWY_INLINE void store_narrowed(D /*d*/, hn::Vec<D> v, BFloat16* p) {
+#if HWY_TARGET == HWY_AVX3_DL
+  const __m256bh narrowed = _mm512_cvtneps_pbh(v.raw);
+  std::memcpy(static_cast<void*>(p), &narrowed, sizeof(narrowed));
+#else
   const hn::Repartition<std::uint32_t, D> du;
   const hn::Repartition<std::int32_t, D> di;
   const hn::Rebind<std::uint16_t, D> narrow;
@@ -54,6 +59,7 @@ HWY_INLINE void store_narrowed(D /*d*/, hn::Vec<D> v, BFloat16* p) {
   const auto is_nan = hn::RebindMask(du, hn::IsNaN(v));  // rounding could carry a NaN into infinity
   const auto upper = hn::ShiftRight<16>(hn::IfThenElse(is_nan, hn::Or(bits, hn::Set(du, 0x400000)), rounded));
   hn::StoreU(hn::DemoteTo(narrow, hn::BitCast(di, upper)), narrow, reinterpret_cast<std::uint16_t*>(p));
+#endif
 }
 template <class D>
 HWY_INLINE void store_narrowed([[maybe_unused]] D d, hn::Vec<D> v, Float16* p) {

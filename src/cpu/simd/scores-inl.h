@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "cpu/kernels.hpp"
+#include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/pack-inl.h"
@@ -19,7 +20,7 @@
 #include "describe/dropout.hpp"
 #include "hwy/highway.h"
 
-HWY_BEFORE_NAMESPACE();
+HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;

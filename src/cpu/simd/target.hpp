@@ -3,7 +3,7 @@
 #pragma once
 
 // avx512_bf16 is Highway's AVX3_DL (Ice Lake, Zen 4) with the bf16 instructions, which Zen 4, Cooper
-// Lake and Sapphire Rapids have; see HEADRACE_PUSH_TARGET. SSSE3 and SVE would add nothing here.
+// Lake and Sapphire Rapids have; see attributes-inl.h. SSSE3 and SVE would add nothing here.
 #define HWY_WANT_AVX3_DL 1
 
 // On x86 nothing older than SSE4.2 (2008) is served.

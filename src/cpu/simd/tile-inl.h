@@ -10,12 +10,13 @@
 #include <algorithm>
 
 #include "cpu/kernels.hpp"
+#include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/pack-inl.h"
 #include "cpu/tile_config.hpp"
 #include "hwy/highway.h"
 
-HWY_BEFORE_NAMESPACE();
+HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
 inline constexpr Index kMaxGroups = (tile_q + kBlockRows - 1) / kBlockRows;
@@ -166,10 +167,10 @@ HWY_NOINLINE void add_tile_product(const GroupColumns* groups, Index group_count
       for (Index g = 0; g < group_count; ++g) {
         const Index begin = std::max(first, groups[g].begin), end = std::min(first + depth_block, groups[g].end);
         if (begin >= end) continue;
-        gemm<Left::tile, Into::chain>(groups[g].rows, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
-                                      tile + g * kBlockRows * tile_stride + begin, 0, right.at(begin, vec),
-                                      panel_width<C>(), target + g * kBlockRows * target_stride + vec * lanes<C>(),
-                                      target_stride);
+        gemm<Left::tile, Into::add>(groups[g].rows, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
+                                    tile + g * kBlockRows * tile_stride + begin, 0, right.at(begin, vec),
+                                    panel_width<C>(), target + g * kBlockRows * target_stride + vec * lanes<C>(),
+                                    target_stride);
       }
     }
   }
