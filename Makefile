@@ -19,7 +19,7 @@ demo: build ## attention of a real transformer on this machine; report in build/
 .PHONY: test
 test: setup build/release/build.ninja ## build and run every test
 	cmake --build --preset release
-	ctest --preset release
+	ctest --preset release -j $(shell nproc)
 
 .PHONY: build
 build: setup build/release/build.ninja ## build library and command line (build/release)

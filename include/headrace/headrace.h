@@ -64,8 +64,8 @@ typedef struct hr_tensor {
 /* A contiguous (row-major) tensor over data. ndim > 4 gives a tensor that every call refuses. */
 HR_API hr_tensor hr_tensor_contiguous(void* data, hr_dtype dtype, int ndim, const int64_t* shape);
 
-/* Which keys a query may see by position, with i the query, j the key and
- * shift = seqlen_k - seqlen_q for BOTTOM_RIGHT and NONE, 0 for TOP_LEFT: j <= i + shift. */
+/* Causal: query i sees the keys j <= i + shift, with shift = seqlen_k - seqlen_q for BOTTOM_RIGHT and 0 for
+ * TOP_LEFT. The window uses the same shift, and seqlen_k - seqlen_q where causal is NONE. */
 typedef enum hr_causal { HR_CAUSAL_NONE = 0, HR_CAUSAL_BOTTOM_RIGHT = 1, HR_CAUSAL_TOP_LEFT = 2 } hr_causal;
 
 typedef enum hr_backend {
@@ -87,7 +87,7 @@ typedef enum hr_pass { HR_FORWARD = 0, HR_BACKWARD = 1 } hr_pass;
  *   lse_i = log(sum_j exp(s_ij) [+ exp(sink_h)]);  p = exp(s - lse);  dropout;  out_i = sum_j p_ij v_j
  * A row that sees no key: out 0, lse -inf (with a sink: lse = sink), no gradient to q, k, v, bias.
  *
- * type T is that of q: float32, float16, bfloat16 or float64. "1|n" means 1 (broadcast) or n. */
+ * T is the dtype of q: float32, float16, bfloat16 or float64. "1|n" means 1 (broadcast) or n. */
 typedef struct hr_attention {
   size_t struct_size; /* set by hr_attention_init; lets later versions add fields */
 
@@ -147,8 +147,9 @@ HR_API void hr_attention_init(hr_attention* attention);
 /* A validated call with its kernel, tiles, splits and workspace chosen. */
 typedef struct hr_plan hr_plan;
 
-/* Validates attention and plans a pass. Shapes, strides, dtypes, options and the host metadata
- * (cu_seqlens, seqused) are read; other data pointers may still be NULL. On failure *plan is NULL. */
+/* Validates attention and plans a pass. Shapes, strides, dtypes, options and the metadata (cu_seqlens,
+ * seqused) are read, and block_mask if its data is there, to count tiles for hr_plan_explain; every other
+ * data pointer may still be NULL. On failure *plan is NULL. */
 HR_API hr_status hr_plan_create(const hr_attention* attention, hr_pass pass, hr_plan** plan);
 HR_API void hr_plan_destroy(hr_plan* plan); /* NULL is fine */
 

@@ -2,7 +2,6 @@
 // state in its finalized form (FlashAttention's rescaling, Dao et al. 2022, section 3.1).
 #include <fmt/format.h>
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -10,6 +9,7 @@
 #include "describe/element.hpp"
 #include "describe/tensor_view.hpp"
 #include "headrace/headrace.h"
+#include "headrace/streaming.hpp"
 
 namespace headrace {
 namespace {
@@ -61,16 +61,17 @@ void merge(const Side& side_a, const Side& side_b, const Side& result) {
       lse.at(b, h, i) = b_lse == nothing ? a_lse : b_lse;
       for (std::int64_t x = 0; x < dim; ++x) out.at(b, i, h, x) = from.at(b, i, h, x);
     } else {
-      // Weights relative to the larger one: no exponential exceeds 1. A NaN on either side stays one.
-      const double max = std::fmax(static_cast<double>(a_lse), static_cast<double>(b_lse));
-      const double exp_a = std::exp(static_cast<double>(a_lse) - max);
-      const double exp_b = std::exp(static_cast<double>(b_lse) - max);
-      const double sum = exp_a + exp_b;
-      const double weight_a = exp_a / sum, weight_b = exp_b / sum;
-      lse.at(b, h, i) = static_cast<Lse>(max + std::log(sum));
+      // The larger side comes first, so that swapping the sides changes no bit.
+      const bool swap = b_lse > a_lse;
+      const Vectors<T>&first = swap ? out_b : out_a, &second = swap ? out_a : out_b;
+      auto state = SoftmaxState<double>::of_lse(static_cast<double>(swap ? b_lse : a_lse));
+      const auto weights = state.merge(SoftmaxState<double>::of_lse(static_cast<double>(swap ? a_lse : b_lse)));
+      const auto merged = state.finalize();
+      lse.at(b, h, i) = static_cast<Lse>(merged.lse);
       for (std::int64_t x = 0; x < dim; ++x)
-        out.at(b, i, h, x) = static_cast<T>(weight_a * static_cast<double>(out_a.at(b, i, h, x)) +
-                                            weight_b * static_cast<double>(out_b.at(b, i, h, x)));
+        out.at(b, i, h, x) =
+            static_cast<T>(merged.scale * (weights.kept * static_cast<double>(first.at(b, i, h, x)) +
+                                           weights.added * static_cast<double>(second.at(b, i, h, x))));
     }
   }
 }

@@ -13,7 +13,7 @@ namespace headrace {
 
 // What explain says of a kernel, beside what follows from the problem alone.
 struct KernelReport {
-  std::string name;  // e.g. "cpu.forward.avx3"
+  std::string name;  // e.g. "cpu.forward.avx512"
   std::int64_t tile_q = 0, tile_k = 0;
   std::int64_t splits = 1;  // parts into which the keys of a row are split, merged as states
   std::int64_t tasks = 0;   // independent pieces of work

@@ -14,6 +14,10 @@ mkdir -p "$work"
 prefix="$work/installed"
 mv "$work/first place" "$prefix" # an installed tree may be moved
 libdir=$(dirname "$(find "$prefix" -name 'libheadrace.*' | head -n 1)")
+
+if [[ -e $prefix/bin/headrace ]]; then # the command finds the library by itself
+  "${emulator[@]}" "$prefix/bin/headrace" --version
+fi
 export LD_LIBRARY_PATH=$libdir${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
 if ! diff <(cd "$here/../../include" && find . -type f | sort) <(cd "$prefix/include" && find . -type f | sort); then
