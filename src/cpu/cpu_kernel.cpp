@@ -15,9 +15,16 @@ namespace {
 
 int wanted_threads(const Problem& p) { return p.threads > 0 ? p.threads : std::max(1, omp_get_max_threads()); }
 
-// No more threads than tasks.
+// No more threads than tasks, nor than the work is worth: waking a thread costs as much as some 10^5
+// multiply-adds, and far more where other processes want its core.
 int used_threads(const Problem& p, std::size_t tasks) {
-  return static_cast<int>(std::clamp<std::size_t>(tasks, 1, static_cast<std::size_t>(wanted_threads(p))));
+  constexpr double worth_a_thread = 5e5;
+  double work = 0;
+  for (const Sequence& seq : p.sequences) {
+    work += static_cast<double>(seq.q_len * p.heads_q) * static_cast<double>(seq.k_len * (p.head_dim + p.value_dim));
+  }
+  const double useful = std::min(static_cast<double>(tasks), work / worth_a_thread);
+  return static_cast<int>(std::clamp(useful, 1.0, static_cast<double>(wanted_threads(p))));
 }
 
 // Hands out the numbers 0 ... count - 1 in order, each to one thread.
