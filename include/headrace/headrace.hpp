@@ -66,6 +66,9 @@ inline void check(hr_status status) {
 template <typename T>
 constexpr DType dtype_of() {
   using U = std::remove_cv_t<T>;
+  static_assert(std::is_same_v<U, float> || std::is_same_v<U, double> || std::is_same_v<U, bool> ||
+                    std::is_same_v<U, std::int32_t> || std::is_same_v<U, std::int64_t>,
+                "no dtype belongs to this type; name one: Tensor(data, DType::bfloat16, {...})");
   if constexpr (std::is_same_v<U, float>) return DType::float32;
   if constexpr (std::is_same_v<U, double>) return DType::float64;
   if constexpr (std::is_same_v<U, bool>) return DType::boolean;
