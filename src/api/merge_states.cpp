@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "api/guard.hpp"
 #include "describe/element.hpp"
@@ -153,10 +154,10 @@ void checked_merge(const Argument (&outs)[3], const Argument (&lses)[3]) {
   const Side a{*outs[0].tensor, *lses[0].tensor}, b{*outs[1].tensor, *lses[1].tensor};
   const Side result{*outs[2].tensor, *lses[2].tensor};
   with_element_type(static_cast<hr_dtype>(result.out.dtype), [&]<typename T>(T) {
-    if (result.lse.dtype == HR_FLOAT64)
-      merge<T, double>(a, b, result);
-    else
-      merge<T, float>(a, b, result);
+    if constexpr (std::is_same_v<T, double>) {
+      if (result.lse.dtype == HR_FLOAT64) return merge<T, double>(a, b, result);
+    }
+    merge<T, float>(a, b, result);
   });
 }
 
