@@ -219,7 +219,7 @@ TEST(Explain, TrafficFollowsTheFormulas) {
   Described d;
   d.dense(1, 4096, 4096, 1, 1, 64);
   const Problem p = validate(d.a, Pass::forward);
-  const IoModel model = io_model(p, count_tiles(p, nullptr, 64, 256), 64, 256);
+  const IoModel model = io_model(p, count_tiles(p, nullptr, 64, 256), 64, 256, 1);
   constexpr double n = 4096, dim = 64;
   EXPECT_EQ(model.flops, 4 * n * n * dim);
   EXPECT_EQ(model.bytes_streaming, 2 * n * dim * 4 + n / 64 * n * 2 * dim * 4);
@@ -228,7 +228,7 @@ TEST(Explain, TrafficFollowsTheFormulas) {
   Described none;
   none.dense(0, 10, 10, 1, 1, 8);
   const Problem empty = validate(none.a, Pass::forward);
-  const IoModel nothing = io_model(empty, count_tiles(empty, nullptr, 64, 256), 64, 256);
+  const IoModel nothing = io_model(empty, count_tiles(empty, nullptr, 64, 256), 64, 256, 1);
   EXPECT_EQ(nothing.flops, 0);
   EXPECT_EQ(nothing.bytes_standard, 0);
   EXPECT_EQ(nothing.intensity(), 0);

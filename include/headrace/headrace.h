@@ -89,7 +89,7 @@ typedef enum hr_pass { HR_FORWARD = 0, HR_BACKWARD = 1 } hr_pass;
  *
  * T is the dtype of q: float32, float16, bfloat16 or float64. "1|n" means 1 (broadcast) or n. */
 typedef struct hr_attention {
-  size_t struct_size; /* set by hr_attention_init; lets later versions add fields */
+  size_t struct_size; /* set by hr_attention_init; tells a library of another version apart */
 
   /* Forward. Dense: [batch, seqlen, heads, dim]. Ragged (cu_seqlens given): [total, heads, dim]. */
   hr_tensor q;   /* [batch, seqlen_q, heads_q, head_dim] T */

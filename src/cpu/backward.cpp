@@ -69,7 +69,7 @@ struct GradientTile {
   QueryTile rows;
   Range keys;
   TileKind kind = TileKind::hidden;
-  C q_magnitude = 0, k_magnitude = 0;
+  C q_magnitude = 0, k_magnitude = 0, dout_magnitude = 0, v_magnitude = 0;
   GroupColumns groups[kMaxGroups];
   Index group_count = 0;
   Rows next_q, next_dout;  // of the tile after this one, to be prefetched; none where count is 0
@@ -147,12 +147,10 @@ void gradient_tile(const ScoreRules<C>& rules, GradientTile<C>& tile, Gradient g
   for (Index g = 0; g < tile.group_count; ++g) {
     tile.groups[g] = group_columns<C>(rules.vis, tile.kind, tile.rows, g, tile.keys.begin, count);
   }
-  if (may_overflow(tile.q_magnitude, tile.k_magnitude, p.head_dim)) {
-    score_product_wide(tile.groups, tile.group_count, p.head_dim, memory.q, memory.kt, memory.p);
-  } else {
-    score_product(tile.groups, tile.group_count, count, p.head_dim, memory.q, memory.kt, memory.p);
-  }
-  score_product(tile.groups, tile.group_count, count, p.value_dim, memory.dout, memory.vt, memory.ds);
+  score_product(tile.groups, tile.group_count, count, p.head_dim, memory.q, memory.kt, memory.p,
+                may_overflow(tile.q_magnitude, tile.k_magnitude, p.head_dim));
+  score_product(tile.groups, tile.group_count, count, p.value_dim, memory.dout, memory.vt, memory.ds,
+                may_overflow(tile.dout_magnitude, tile.v_magnitude, p.value_dim));
   for (Index r = 0; r < tile.rows.rows; ++r) {
     const GroupColumns& group = tile.groups[r / kBlockRows];
     prefetch(tile.next_q, r, r + 1);
@@ -216,6 +214,7 @@ void pack_keys(const Problem& p, const Buffers& buffers, Index b, Index head_kv,
   pack_transposed(rows_of(p, buffers.k, p.k, b, head_kv, first, count, p.head_dim), C{1}, width, memory.kt);
   pack_transposed(rows_of(p, buffers.v, p.v, b, head_kv, first, count, p.value_dim), C{1}, width, memory.vt);
   tile.k_magnitude = max_magnitude(memory.kt, round_up(count, width) * p.head_dim);
+  tile.v_magnitude = max_magnitude(memory.vt, round_up(count, width) * p.value_dim);
 }
 
 // Packs q and dout of the tile's rows for the products with k and v.
@@ -228,6 +227,7 @@ void pack_queries(const Problem& p, const Buffers& buffers, Index b, GradientTil
                   memory.q);
   pack_transposed(rows_of(p, buffers.dout, p.dout, b, h, first, count, p.value_dim), C{1}, kBlockRows, memory.dout);
   tile.q_magnitude = max_magnitude(memory.q, round_up(count, kBlockRows) * p.head_dim);
+  tile.dout_magnitude = max_magnitude(memory.dout, round_up(count, kBlockRows) * p.value_dim);
 }
 
 template <typename C>
@@ -339,6 +339,13 @@ void prepare(const BackwardPlan& plan, const Buffers& buffers, Index b, Index h,
         sum = hn::MulAdd(hn::LoadU(d, memory.dv + c), hn::LoadU(d, memory.dk + c), sum);
       }
       delta = hn::GetLane(hn::SumOfLanes(d, sum));
+      if (!std::isfinite(delta)) {  // a partial sum may have overflowed
+        double wide = 0.0;
+        for (Index c = 0; c < p.value_dim; ++c) {
+          wide += static_cast<double>(memory.dv[c]) * static_cast<double>(memory.dk[c]);
+        }
+        delta = static_cast<C>(wide);
+      }
     });
     if (p.has_dlse && lse != kMinusInf<double>) {
       delta -= static_cast<C>(load_element(buffers.dlse, p.dlse_dtype, p.dlse.at(batch, h, row)));

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 
 #include "cpu/plans.hpp"
 #include "cpu/targets.hpp"
@@ -70,6 +71,8 @@ class ForwardKernel final : public Kernel {
             .splits = plan_.splits,
             .tasks = static_cast<Index>(plan_.tasks.size()),
             .threads = threads_,
+            .available_threads = wanted_threads(problem_),
+            .key_reuse = plan_.key_reuse(),
             .fast_bytes = plan_.scratch_bytes,
             .notes = {}};
   }
@@ -132,6 +135,8 @@ class BackwardKernel final : public Kernel {
             .splits = 1,
             .tasks = static_cast<Index>(plan_.tasks.size() + plan_.bias_tasks.size()),
             .threads = threads_,
+            .available_threads = wanted_threads(problem_),
+            .key_reuse = 1,
             .fast_bytes = plan_.scratch_bytes,
             .notes = {}};
   }

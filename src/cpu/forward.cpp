@@ -23,7 +23,7 @@
 HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
-// The scratch memory of one task. Row r of query tile t is row t * tile_q + r of the state.
+// The scratch memory of one task. Row r of query tile t is row t * rows_per_tile + r of the state.
 template <typename C>
 struct ForwardScratch {
   C *q, *kt, *v, *scores, *out, *max, *sum, *row;
@@ -42,11 +42,13 @@ struct ForwardScratch {
 template <typename C>
 struct PartialState {
   C *out, *max, *sum;
+  C* value_scale;  // one for all rows
   PartialState(const ForwardPlan& plan, std::byte* shared, std::size_t task) {
     const Index rows = plan.tiles_per_task * round_up(tile_q, kBlockRows);
     out = reinterpret_cast<C*>(shared + task * plan.partial_bytes);
     max = out + rows * plan.ld_out;
     sum = max + rows;
+    value_scale = sum + rows;
   }
 };
 
@@ -112,6 +114,13 @@ struct KeyTile {
   Rows next_k, next_v;
 };
 
+// Values are summed with weights up to 1 before they are divided by the sum of weights, so large ones could
+// overflow where their mean does not: from this magnitude on they are summed scaled down, exactly.
+template <typename C>
+inline constexpr C kLargeValue = std::is_same_v<C, float> ? C(0x1p80) : C(0x1p900);
+template <typename C>
+inline constexpr C kLargeValueScale = std::is_same_v<C, float> ? C(0x1p-64) : C(0x1p-128);
+
 // One query tile against one key tile. next: the part of the next key tile's rows to prefetch.
 template <typename C>
 void forward_tile(const Problem& p, const Buffers& buffers, Index b, const QueryTile& tile, TileKind kind,
@@ -128,11 +137,8 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Query
     groups[g] = group_columns<C>(head_rules.vis, kind, tile, g, keys.begin, count);
   }
 
-  if (may_overflow(q_magnitude, key_tile.k_magnitude, p.head_dim)) {
-    score_product_wide(groups, group_count, p.head_dim, q, scratch.kt, scratch.scores);
-  } else {
-    score_product(groups, group_count, count, p.head_dim, q, scratch.kt, scratch.scores);
-  }
+  score_product(groups, group_count, count, p.head_dim, q, scratch.kt, scratch.scores,
+                may_overflow(q_magnitude, key_tile.k_magnitude, p.head_dim));
 
   const bool plain = head_rules.plain(kind);
   const Dropout dropout{p.dropout_p, p.seed};
@@ -175,7 +181,7 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Query
 // Rows of the output: out / sum, and lse, with the sink as one more key that has no value.
 template <typename C>
 void write_rows(const ForwardPlan& plan, const Buffers& buffers, Index b, const QueryTile& tile, const C* out,
-                const C* max, const C* sums) {
+                const C* max, const C* sums, C value_scale) {
   const Problem& p = *plan.problem;
   const Index batch = p.ragged ? 0 : b, q_begin = p.sequences[static_cast<std::size_t>(b)].q_begin;
   const Rows rows_ahead{.data = buffers.out,
@@ -192,8 +198,8 @@ void write_rows(const ForwardPlan& plan, const Buffers& buffers, Index b, const 
     if (p.has_sinks) kept = state.update(static_cast<double>(buffers.sinks[h * p.sinks_stride])).kept;
     const auto result = state.finalize();
     with_elements<C>(buffers.out, p.dtype, [&](auto* dst) HWY_ATTR {
-      narrow_row(out + r * plan.ld_out, static_cast<C>(kept * result.scale), p.value_dim,
-                 dst + p.out.at(batch, row, h));
+      narrow_row(out + r * plan.ld_out, static_cast<C>(kept * result.scale / static_cast<double>(value_scale)),
+                 p.value_dim, dst + p.out.at(batch, row, h));
     });
     if (p.has_lse) store_element(buffers.lse, p.lse_dtype, p.lse.at(batch, h, row), result.lse);
   }
@@ -211,7 +217,11 @@ void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
 
   QueryTile tiles[max_tiles_per_task];
   C q_magnitude[max_tiles_per_task];
-  Index first_key = seq.k_len, last_key = 0;
+  // The key tiles of this task's part of the keys that each query tile sees. They begin at multiples of
+  // tile_k of the sequence, and a query tile's parts depend on it alone: the bits of a row do not depend
+  // on its neighbours.
+  Range visited[max_tiles_per_task];
+  Range all{ceil_div(seq.k_len, tile_k), 0};
   for (Index t = 0; t < task.count; ++t) {
     tiles[t] = plan.query_tile(seq.q_len, task.head_kv, task.first + t);
     const QueryTile& tile = tiles[t];
@@ -228,8 +238,9 @@ void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
     q_magnitude[t] = max_magnitude(q, round_up(tile.size(), kBlockRows) * p.head_dim);
     const Range keys = visibility(p, buffers, b, tile.head).keys_of_rows({tile.row, tile.row + tile.rows});
     if (keys.empty()) continue;
-    first_key = std::min<Index>(first_key, keys.begin);
-    last_key = std::max<Index>(last_key, keys.end);
+    const Index begin = keys.begin / tile_k, count = ceil_div(keys.end, tile_k) - begin;
+    visited[t] = {begin + count * task.split / plan.splits, begin + count * (task.split + 1) / plan.splits};
+    all = {std::min(all.begin, visited[t].begin), std::max(all.end, visited[t].end)};
   }
   for (Index t = 0; t < task.count; ++t) {
     const Index row = t * rows_per_tile, size = tiles[t].size();
@@ -238,14 +249,7 @@ void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
     std::fill_n(scratch.sum + row * n, size * n, C{0});
   }
 
-  // Key tiles begin at multiples of tile_k of the sequence, whatever the queries see: the bits of a row
-  // do not depend on its neighbours.
-  Index first_tile = first_key / tile_k, last_tile = ceil_div(last_key, tile_k);
-  if (plan.splits > 1 && first_tile < last_tile) {
-    const Index count = last_tile - first_tile, begin = first_tile;
-    first_tile = begin + count * task.split / plan.splits;
-    last_tile = begin + count * (task.split + 1) / plan.splits;
-  }
+  C value_scale = 1;
   const auto rows_of = [&](const void* data, const RowStrides& strides, Range keys, Index size) {
     return Rows{.data = data,
                 .dtype = p.dtype,
@@ -254,11 +258,12 @@ void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
                 .count = keys.size(),
                 .size = size};
   };
-  for (Index index_k = first_tile; index_k < last_tile; ++index_k) {
+  for (Index index_k = all.begin; index_k < all.end; ++index_k) {
     KeyTile<C> key_tile;
     key_tile.keys = {index_k * tile_k, std::min<Index>(seq.k_len, (index_k + 1) * tile_k)};
     bool packed = false;
     for (Index t = 0; t < task.count; ++t) {
+      if (index_k < visited[t].begin || index_k >= visited[t].end) continue;
       const TileKind kind = classify(p, buffers, b, tiles[t], key_tile.keys);
       if (kind == TileKind::hidden) continue;
       if (!packed) {
@@ -266,7 +271,13 @@ void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
         pack_transposed<C>(rows_of(buffers.k, p.k, key_tile.keys, p.head_dim), C{1}, panel_width<C>(), scratch.kt);
         key_tile.k_magnitude = max_magnitude(scratch.kt, round_up(key_tile.keys.size(), panel_width<C>()) * p.head_dim);
         key_tile.v = RightRows<C>(rows_of(buffers.v, p.v, key_tile.keys, p.value_dim), scratch.v);
-        const Range next{key_tile.keys.end, index_k + 1 < last_tile
+        if (value_scale == C{1} && key_tile.v.magnitude() >= kLargeValue<C>) {
+          value_scale = kLargeValueScale<C>;
+          std::transform(scratch.out, scratch.out + task.count * rows_per_tile * plan.ld_out, scratch.out,
+                         [](C x) { return x * kLargeValueScale<C>; });
+        }
+        if (value_scale != C{1}) key_tile.v.scale(value_scale);
+        const Range next{key_tile.keys.end, index_k + 1 < all.end
                                                 ? std::min<Index>(seq.k_len, key_tile.keys.end + tile_k)
                                                 : key_tile.keys.end};
         if (!next.empty()) {
@@ -288,12 +299,14 @@ void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
       scratch.sum[r] = hn::GetLane(hn::SumOfLanes(Wide<C>(), hn::LoadU(Wide<C>(), scratch.sum + r * n)));
     }
     if (plan.splits == 1) {
-      write_rows(plan, buffers, b, tiles[t], scratch.out + row * plan.ld_out, scratch.max + row, scratch.sum + row);
+      write_rows(plan, buffers, b, tiles[t], scratch.out + row * plan.ld_out, scratch.max + row, scratch.sum + row,
+                 value_scale);
     }
   }
   if (plan.splits == 1) return;
   // The state of this part of the keys: out, max and the sum of each row.
   const PartialState<C> partial(plan, workspace.shared, index);
+  *partial.value_scale = value_scale;
   for (Index t = 0; t < task.count; ++t) {
     const Index row = t * rows_per_tile, size = tiles[t].size();
     std::copy_n(scratch.out + row * plan.ld_out, size * plan.ld_out, partial.out + row * plan.ld_out);
@@ -310,11 +323,21 @@ void merge_splits(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
   const Sequence& seq = p.sequences[static_cast<std::size_t>(task.sequence)];
   const Index rows_per_tile = round_up(tile_q, kBlockRows);
   const PartialState<C> merged(plan, workspace.shared, index);
+  C value_scale = 1;
+  for (Index split = 0; split < plan.splits; ++split) {
+    const PartialState<C> part(plan, workspace.shared, index + static_cast<std::size_t>(split));
+    value_scale = std::min(value_scale, *part.value_scale);
+  }
   for (Index t = 0; t < task.count; ++t) {
     const QueryTile tile = plan.query_tile(seq.q_len, task.head_kv, task.first + t);
     const Index first = t * rows_per_tile;
+    if (*merged.value_scale != value_scale) {
+      std::transform(merged.out + first * plan.ld_out, merged.out + (first + tile.size()) * plan.ld_out,
+                     merged.out + first * plan.ld_out, [&](C x) { return x * value_scale; });
+    }
     for (Index split = 1; split < plan.splits; ++split) {
       const PartialState<C> part(plan, workspace.shared, index + static_cast<std::size_t>(split));
+      const C part_scale = value_scale / *part.value_scale;
       for (Index r = first; r < first + tile.size(); ++r) {
         SoftmaxState<C> state{merged.max[r], merged.sum[r]};
         const SoftmaxState<C> added{part.max[r], part.sum[r]};
@@ -322,13 +345,14 @@ void merge_splits(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
         const auto weights = state.merge(added);
         C* out = merged.out + r * plan.ld_out;
         const C* part_out = part.out + r * plan.ld_out;
-        for (Index c = 0; c < plan.ld_out; ++c) out[c] = weights.kept * out[c] + weights.added * part_out[c];
+        for (Index c = 0; c < plan.ld_out; ++c)
+          out[c] = weights.kept * out[c] + weights.added * (part_scale * part_out[c]);
         merged.max[r] = state.m;
         merged.sum[r] = state.l;
       }
     }
     write_rows(plan, buffers, task.sequence, tile, merged.out + first * plan.ld_out, merged.max + first,
-               merged.sum + first);
+               merged.sum + first, value_scale);
   }
 }
 

@@ -33,6 +33,11 @@ QueryTile ForwardPlan::query_tile(Index q_len, Index head_kv, Index index) const
       .head = first_head + index / tiles_per_head, .heads = 1, .row = begin, .rows = std::min(tile_q, q_len - begin)};
 }
 
+Index ForwardPlan::key_reuse() const {
+  const Index longest = problem->seqlen_q;
+  return std::max<Index>(1, std::min(tiles_per_task, query_tiles(longest)) * heads_per_tile(longest));
+}
+
 namespace {
 
 // Key tiles that a task visits by position, times its query tiles: what the schedule sorts by.
@@ -107,7 +112,7 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   plan.sum = arena.add(bytes(rows * lanes));
   plan.row = arena.add(bytes(tile_stride));
   plan.scratch_bytes = arena.bytes;
-  if (plan.splits > 1) plan.partial_bytes = (bytes(rows * (plan.ld_out + 2)) + 63) / 64 * 64;
+  if (plan.splits > 1) plan.partial_bytes = (bytes(rows * (plan.ld_out + 2) + 1) + 63) / 64 * 64;
   return plan;
 }
 

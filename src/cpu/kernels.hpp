@@ -47,6 +47,7 @@ struct ForwardPlan {
   std::size_t scratch_bytes = 0;                                                     // a thread
   std::size_t partial_bytes = 0;                                                     // a task, where splits > 1
 
+  [[nodiscard]] Index key_reuse() const;  // query tiles of one head that share one packing of a key tile
   [[nodiscard]] Index heads_per_tile(Index q_len) const;
   [[nodiscard]] Index query_tiles(Index q_len) const;
   [[nodiscard]] QueryTile query_tile(Index q_len, Index head_kv, Index index) const;

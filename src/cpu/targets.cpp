@@ -32,6 +32,11 @@ const KernelTable& table() {
 #include <cstdlib>
 #include <iterator>
 
+#if HWY_ARCH_ARM
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "describe/problem.hpp"
 
 namespace headrace::cpu {
@@ -60,7 +65,7 @@ constexpr Target targets[] = {
      N_AVX2::table},
     {"sse4", [] { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul"); }, N_SSE4::table},
 #elif HWY_ARCH_ARM
-    {"neon", [] { return true; }, N_NEON::table},
+    {"neon", [] { return (getauxval(AT_HWCAP) & HWCAP_AES) != 0; }, N_NEON::table},  // Highway's NEON has AES
 #endif
 };
 
@@ -79,6 +84,7 @@ const Target& chosen() {
   if (target == nullptr) {
     std::string names;
     for (const std::string& name : available_targets()) names += (names.empty() ? "" : ", ") + name;
+    if (names.empty()) throw Failure(HR_ERROR_UNSUPPORTED, "cpu: this processor lacks SSE4.2, or on ARM NEON with AES");
     throw Failure(HR_ERROR_VALUE, std::string("HEADRACE_SIMD: is \"") + std::getenv("HEADRACE_SIMD") +
                                       "\"; this machine offers " + names);
   }

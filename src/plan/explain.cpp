@@ -21,7 +21,7 @@ using Json = nlohmann::ordered_json;
 // Which of the three bounds the time: arithmetic, memory traffic, or too few tasks for the threads.
 std::string_view limit_of(const IoModel& model, const KernelReport& report) {
   if (model.flops == 0) return "none";
-  if (report.tasks < report.threads) return "parallelism";
+  if (report.tasks < report.available_threads) return "parallelism";
   return model.intensity() < cpu_flops_per_byte ? "memory" : "compute";
 }
 
@@ -78,7 +78,7 @@ Explanation explain(const Problem& p, const Kernel& kernel, const std::uint8_t* 
   const std::int64_t tile_q = std::max<std::int64_t>(report.tile_q, 1);
   const std::int64_t tile_k = std::max<std::int64_t>(report.tile_k, 1);
   const TileCounts counts = count_tiles(p, block_mask, tile_q, tile_k);
-  const IoModel model = io_model(p, counts, tile_q, tile_k);
+  const IoModel model = io_model(p, counts, tile_q, tile_k, report.key_reuse);
   const std::string_view limit = limit_of(model, report);
   const std::vector<std::string> options = options_of(p);
   const std::string_view pass = p.pass == Pass::forward ? "forward" : "backward";

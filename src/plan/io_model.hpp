@@ -2,8 +2,8 @@
 // compute units if a task's working set stays in fast memory.
 //
 // Standard attention writes the score matrix S and the probabilities P and reads them back: Theta(N d + N^2) accesses.
-// Streaming attention reads K and V once for every tile of rows that sees them: Theta(N^2 d^2 / M) with fast memory of
-// size M (FlashAttention, Dao et al. 2022, Theorem 2; its Algorithms 0 to 4 are what is counted here).
+// Streaming attention reads K and V once for every group of query tiles that sees them: Theta(N^2 d^2 / M) with fast
+// memory of size M (FlashAttention, Dao et al. 2022, Theorem 2; its Algorithms 0 to 4 are what is counted here).
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,9 @@ struct IoModel {
 // bandwidth brings a byte: 2 x 256-bit fused multiply-adds at 3 GHz against 5 GB/s.
 inline constexpr double cpu_flops_per_byte = 20;
 
-inline IoModel io_model(const Problem& p, const TileCounts& counts, std::int64_t tile_q, std::int64_t tile_k) {
+// key_reuse: query tiles of the forward pass that share one reading of a key tile.
+inline IoModel io_model(const Problem& p, const TileCounts& counts, std::int64_t tile_q, std::int64_t tile_k,
+                        std::int64_t key_reuse) {
   const double d = static_cast<double>(p.head_dim), dv = static_cast<double>(p.value_dim);
   const double element = static_cast<double>(dtype_size(p.dtype));
   const double accumulator = p.dtype == HR_FLOAT64 ? 8 : 4;  // of scores, statistics and gradients in progress
@@ -47,8 +49,8 @@ inline IoModel io_model(const Problem& p, const TileCounts& counts, std::int64_t
   if (p.pass == Pass::forward) {
     model.flops = counts.visible_pairs * 2 * (d + dv);  // Q K^T and P V
     const double rows = q_rows * ((d + dv) * element + (p.has_lse ? accumulator : 0));
-    model.bytes_streaming =
-        rows + counts.visited * keys_of_tile * (d + dv) * element + std::min(visited_pairs, counts.pairs) * pair;
+    model.bytes_streaming = rows + counts.visited / static_cast<double>(key_reuse) * keys_of_tile * (d + dv) * element +
+                            std::min(visited_pairs, counts.pairs) * pair;
     // S written and read, P written and read.
     model.bytes_standard = rows + k_rows * (d + dv) * element + counts.pairs * (4 * accumulator + pair);
   } else {

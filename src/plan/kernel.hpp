@@ -15,9 +15,11 @@ namespace headrace {
 struct KernelReport {
   std::string name;  // e.g. "cpu.forward.avx512"
   std::int64_t tile_q = 0, tile_k = 0;
-  std::int64_t splits = 1;  // parts into which the keys of a row are split, merged as states
-  std::int64_t tasks = 0;   // independent pieces of work
-  int threads = 1;
+  std::int64_t splits = 1;         // parts into which the keys of a row are split, merged as states
+  std::int64_t tasks = 0;          // independent pieces of work
+  int threads = 1;                 // that will work,
+  int available_threads = 1;       // of those that might
+  std::int64_t key_reuse = 1;      // query tiles that share one reading of a key tile
   std::size_t fast_bytes = 0;      // cache (CPU) or shared memory (GPU) that one task works in
   std::vector<std::string> notes;  // why a faster kernel was not chosen, one sentence each
 };

@@ -136,7 +136,7 @@ struct Rows {
 // Brings rows [first, last) into the L2 cache. Rows of one head may lie far apart, where no hardware
 // prefetcher follows; the kernels ask for the next tile's rows while they work on this one.
 HWY_INLINE void prefetch(const Rows& rows, Index first, Index last) {
-  const Index element = rows.dtype == HR_FLOAT64 ? 8 : rows.dtype == HR_FLOAT32 ? 4 : 2;
+  const Index element = with_element_type(rows.dtype, [](auto x) { return static_cast<Index>(sizeof(x)); });
   for (Index r = first; r < std::min(last, rows.count); ++r) {
     const char* row = static_cast<const char*>(rows.data) + rows.at(r) * element;
     for (Index byte = 0; byte < rows.size * element; byte += 64) __builtin_prefetch(row + byte, 0, 2);

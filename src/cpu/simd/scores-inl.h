@@ -1,5 +1,5 @@
 // What happens to a row of scores between q . k and the softmax: softcap, bias, ALiBi, masks, in the
-// order of DESIGN of the library: see headrace.h. Shared by the forward and the backward pass.
+// order that headrace.h states. Shared by the forward and the backward pass.
 #if defined(HEADRACE_CPU_SIMD_SCORES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HEADRACE_CPU_SIMD_SCORES_INL_H_
 #undef HEADRACE_CPU_SIMD_SCORES_INL_H_

@@ -8,6 +8,8 @@
 #endif
 
 #include <algorithm>
+#include <limits>
+#include <type_traits>
 
 #include "cpu/kernels.hpp"
 #include "cpu/simd/attributes-inl.h"
@@ -58,32 +60,16 @@ HWY_INLINE TileKind classify(const Problem& p, const Buffers& buffers, Index b, 
   return kind;
 }
 
-// scores[r][c] = left row r . right row c, for the columns that each group needs. left: pack_transposed
-// by kBlockRows; right: pack_transposed by the panel width. One panel stays in the L1 cache for all rows.
-// Products of more than 64 elements are summed in pieces: where all products have one sign, the error
-// of a single chain grows beyond what is promised of lse.
+// Whether a partial sum of products of finite operands could overflow where the whole sum does not.
 template <typename C>
-HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth, const C* left,
-                                const C* right, C* scores) {
-  constexpr Index piece = 64;
-  const Index width = panel_width<C>();
-  for (Index c = 0; c < keys; c += width) {
-    for (Index g = 0; g < group_count; ++g) {
-      if (c + width <= groups[g].begin || c >= groups[g].end) continue;
-      const C* a = left + g * kBlockRows * depth;
-      const C* b = right + c * depth;
-      C* target = scores + g * kBlockRows * tile_stride + c;
-      gemm<Left::packed, Into::store>(groups[g].rows, kBlockVecs, std::min(piece, depth), a, kBlockRows, b, width,
-                                      target, tile_stride);
-      for (Index k = piece; k < depth; k += piece) {
-        gemm<Left::packed, Into::add>(groups[g].rows, kBlockVecs, std::min(piece, depth - k), a + k * kBlockRows,
-                                      kBlockRows, b + k * width, width, target, tile_stride);
-      }
-    }
-  }
+HWY_INLINE bool may_overflow(C left_magnitude, C right_magnitude, Index depth) {
+  if constexpr (std::is_same_v<C, double>) return false;
+  const double bound =
+      static_cast<double>(left_magnitude) * static_cast<double>(right_magnitude) * static_cast<double>(depth);
+  return bound > 1e38 && bound <= std::numeric_limits<double>::max();
 }
 
-// The same in double, for operands so large that a partial sum could overflow where the score does not.
+// score_product in double, slowly.
 template <typename C>
 HWY_NOINLINE void score_product_wide(const GroupColumns* groups, Index group_count, Index depth, const C* left,
                                      const C* right, C* scores) {
@@ -102,12 +88,30 @@ HWY_NOINLINE void score_product_wide(const GroupColumns* groups, Index group_cou
   }
 }
 
+// scores[r][c] = left row r . right row c, for the columns that each group needs. left: pack_transposed
+// by kBlockRows; right: pack_transposed by the panel width. One panel stays in the L1 cache for all rows.
+// Products of more than 64 elements are summed in pieces: where all products have one sign, the error
+// of a single chain grows beyond what is promised of lse. wide: sums in double, see may_overflow.
 template <typename C>
-HWY_INLINE bool may_overflow(C left_magnitude, C right_magnitude, Index depth) {
-  if constexpr (std::is_same_v<C, double>) return false;
-  const double bound =
-      static_cast<double>(left_magnitude) * static_cast<double>(right_magnitude) * static_cast<double>(depth);
-  return bound > 1e38 && bound <= std::numeric_limits<double>::max();
+HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth, const C* left,
+                                const C* right, C* scores, bool wide) {
+  if (wide) return score_product_wide(groups, group_count, depth, left, right, scores);
+  constexpr Index piece = 64;
+  const Index width = panel_width<C>();
+  for (Index c = 0; c < keys; c += width) {
+    for (Index g = 0; g < group_count; ++g) {
+      if (c + width <= groups[g].begin || c >= groups[g].end) continue;
+      const C* a = left + g * kBlockRows * depth;
+      const C* b = right + c * depth;
+      C* target = scores + g * kBlockRows * tile_stride + c;
+      gemm<Left::packed, Into::store>(groups[g].rows, kBlockVecs, std::min(piece, depth), a, kBlockRows, b, width,
+                                      target, tile_stride);
+      for (Index k = piece; k < depth; k += piece) {
+        gemm<Left::packed, Into::add>(groups[g].rows, kBlockVecs, std::min(piece, depth - k), a + k * kBlockRows,
+                                      kBlockRows, b + k * width, width, target, tile_stride);
+      }
+    }
+  }
 }
 
 // The right operand of a product over rows (keys or queries): the caller's rows in packed panels. A
@@ -127,6 +131,34 @@ struct RightRows {
   // Row r from its vector `vec` on, a multiple of kBlockVecs. Rows are a panel's width apart.
   [[nodiscard]] const C* at(Index r, Index vec) const {
     return panels + vec * lanes<C>() * source.count + r * panel_width<C>();
+  }
+
+  // The largest magnitude of the packed rows; NaN may be passed over.
+  [[nodiscard]] C magnitude() const {
+    const Index width = panel_width<C>();
+    C largest = 0;
+    for (Index c = 0; c < source.size; c += width) {
+      // Columns behind the last vector of a row are not packed.
+      const Index size = round_up(std::min(width, source.size - c), lanes<C>());
+      if (size == width) {
+        largest = std::max(largest, max_magnitude(panels + c * source.count, source.count * width));
+      } else {
+        for (Index r = 0; r < source.count; ++r) {
+          largest = std::max(largest, max_magnitude(panels + c * source.count + r * width, size));
+        }
+      }
+    }
+    return largest;
+  }
+
+  void scale(C factor) {
+    const Index width = panel_width<C>();
+    for (Index c = 0; c < source.size; c += width) {
+      for (Index r = 0; r < source.count; ++r) {
+        C* row = panels + c * source.count + r * width;
+        std::transform(row, row + std::min(width, source.size - c), row, [&](C x) { return x * factor; });
+      }
+    }
   }
 
   // Takes out the rows that are not finite. Needed for tiles with hidden elements only.
