@@ -56,9 +56,9 @@ enum class Into {
   add     // c = c + sum
 };
 
-// c[row][n] = sum over k < depth of a(row, k) * b[k * b_step + n], for kRows rows and kVecs
-// vectors, or as kInto says. Each element is one chain of FMAs in the order of k, whatever the block it falls in, so
-// the bits of a row do not depend on its neighbours.
+// c[row][n] = sum over k < depth of a(row, k) * b[k * b_step + n], or as kInto says, for kRows rows and kVecs
+// vectors. The order of the sum depends on k alone, whatever the block an element falls in: so the bits of
+// a row do not depend on its neighbours.
 template <Left kLeft, Into kInto, int kRows, int kVecs, typename C>
 HWY_NOINLINE void gemm_block(Index depth, const C* HWY_RESTRICT a, Index a_stride, const C* HWY_RESTRICT b,
                              Index b_step, C* HWY_RESTRICT c, Index c_stride) {

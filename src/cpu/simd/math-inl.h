@@ -20,9 +20,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 // exp(x) for x <= ln(2) or so; 0 where the result would be subnormal, NaN where x is NaN. x = n ln 2 + r
 // is split by the rounding of an addition, whose low bits then are the exponent of 2^n.
 // float: a minimax polynomial of degree 5 for 2^f with |f| <= 1/2 (relative error 9.2e-8, exact at 0).
-template <class D>
-requires std::is_same_v < hn::TFromD<D>,
-float > HWY_INLINE hn::Vec<D> exp_nonpositive(D d, hn::Vec<D> x) {
+template <class D, std::enable_if_t<std::is_same_v<hn::TFromD<D>, float>, int> = 0>
+HWY_INLINE hn::Vec<D> exp_nonpositive(D d, hn::Vec<D> x) {
   const hn::Repartition<std::uint32_t, D> du;
   const auto magic = hn::Set(d, 12582912.0f + 127.0f);  // 1.5 * 2^23, and the exponent bias
   const auto y = hn::Mul(x, hn::Set(d, 1.44269504088896341f));
@@ -41,9 +40,8 @@ float > HWY_INLINE hn::Vec<D> exp_nonpositive(D d, hn::Vec<D> x) {
 
 // double: the Taylor series of exp(r), |r| <= ln(2) / 2, to degree 13 (truncation error 4e-18), with r
 // reduced in two steps.
-template <class D>
-requires std::is_same_v < hn::TFromD<D>,
-double > HWY_INLINE hn::Vec<D> exp_nonpositive(D d, hn::Vec<D> x) {
+template <class D, std::enable_if_t<std::is_same_v<hn::TFromD<D>, double>, int> = 0>
+HWY_INLINE hn::Vec<D> exp_nonpositive(D d, hn::Vec<D> x) {
   const hn::Repartition<std::uint64_t, D> du;
   const auto magic = hn::Set(d, 6755399441055744.0 + 1023.0);  // 1.5 * 2^52, and the exponent bias
   const auto shifted = hn::Add(hn::Mul(x, hn::Set(d, 1.44269504088896340736)), magic);
