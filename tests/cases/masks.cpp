@@ -160,7 +160,7 @@ TEST_P(Masks, NanInAQuery_ShowsInItsRowAlone) {
 }
 
 TEST_P(Masks, NanInVisibleInputs_Shows) {
-  for (const bool causal : {false}) {
+  for (const bool causal : {false, true}) {
     for (Array Call::*input : {&Call::q, &Call::k, &Call::v, &Call::dout, &Call::bias, &Call::dlse}) {
       Spec s = spec(1, 1, 2, 5, 70, 8);
       if (causal) s.causal = Causal::bottom_right;

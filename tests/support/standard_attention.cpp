@@ -5,6 +5,9 @@
 namespace headrace::test {
 namespace {
 
+// Matrix products are summed in pieces, as every BLAS does.
+constexpr std::size_t piece = 256;
+
 template <typename Real>
 class Standard {
  public:
@@ -15,6 +18,8 @@ class Standard {
         results_(call.empty_results()),
         dk_(results_.dk.size()),
         dv_(results_.dv.size()),
+        dk_part_(dk_.size()),
+        dv_part_(dv_.size()),
         dbias_(results_.dbias.size()) {}
 
   Results run() {
@@ -24,10 +29,18 @@ class Standard {
         values_ = columns<Real>(call_.v, call_.heads_kv, g, call_.dv, s.k_begin, s.k_len);
         for (std::vector<Real>* row : {&score_, &derivative_, &p_, &dp_})
           row->assign(static_cast<std::size_t>(s.k_len), Real{0});
+        std::size_t rows = 0;
         for (std::int64_t h = g * call_.group; h < (g + 1) * call_.group; ++h)
-          for (std::int64_t i = 0; i < s.q_len; ++i) row(s, g, h, i);
+          for (std::int64_t i = 0; i < s.q_len; ++i) {
+            row(s, g, h, i);
+            if (++rows % piece != 0) continue;
+            flush(dk_, dk_part_);
+            flush(dv_, dv_part_);
+          }
       }
     }
+    flush(dk_, dk_part_);
+    flush(dv_, dv_part_);
     std::transform(dk_.begin(), dk_.end(), results_.dk.begin(), [this](Real x) { return to_dtype(x); });
     std::transform(dv_.begin(), dv_.end(), results_.dv.begin(), [this](Real x) { return to_dtype(x); });
     std::copy(dbias_.begin(), dbias_.end(), results_.dbias.begin());
@@ -78,8 +91,8 @@ class Standard {
     for (std::int64_t c = 0; c < d; ++c) dq[c] = to_dtype(weighted_sum(dp_, keys_, c));
     for (std::size_t j = 0; j < n; ++j) {
       const auto key = static_cast<std::size_t>((s.k_begin + static_cast<std::int64_t>(j)) * call_.heads_kv + g);
-      Real* dk_row = dk_.data() + key * static_cast<std::size_t>(d);
-      Real* dv_row = dv_.data() + key * static_cast<std::size_t>(dv);
+      Real* dk_row = dk_part_.data() + key * static_cast<std::size_t>(d);
+      Real* dv_row = dv_part_.data() + key * static_cast<std::size_t>(dv);
       for (std::int64_t c = 0; c < d; ++c) dk_row[c] += dp_[j] * static_cast<Real>(q[c]);
       for (std::int64_t c = 0; c < dv; ++c) dv_row[c] += p_[j] * static_cast<Real>(dout[c]);
     }
@@ -94,14 +107,24 @@ class Standard {
   static Real weighted_sum(const std::vector<Real>& weights, const std::vector<Real>& all_columns, std::int64_t c) {
     const Real* column = all_columns.data() + static_cast<std::size_t>(c) * weights.size();
     Real sum = 0;
-    for (std::size_t j = 0; j < weights.size(); ++j) sum += weights[j] * column[j];
+    for (std::size_t begin = 0; begin < weights.size(); begin += piece) {
+      Real part = 0;
+      for (std::size_t j = begin; j < std::min(begin + piece, weights.size()); ++j) part += weights[j] * column[j];
+      sum += part;
+    }
     return sum;
+  }
+
+  // Ends a piece of the sums over rows.
+  static void flush(std::vector<Real>& sums, std::vector<Real>& parts) {
+    for (std::size_t n = 0; n < sums.size(); ++n) sums[n] += parts[n];
+    std::fill(parts.begin(), parts.end(), Real{0});
   }
 
   const DenseCall& call_;
   DType dtype_, lse_dtype_;
   Results results_;
-  std::vector<Real> dk_, dv_, dbias_;
+  std::vector<Real> dk_, dv_, dk_part_, dv_part_, dbias_;
   std::vector<Real> keys_, values_, score_, derivative_, p_, dp_;
 };
 
