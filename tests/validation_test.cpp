@@ -725,6 +725,32 @@ TEST(Validation, NormalFormOfBroadcastsAndUnusedRows) {
   EXPECT_EQ(p.unused_k[1].end, 8);
 }
 
+// cap * tanh(s / cap) in float32: a cap beyond its range gave inf * 0, one below it 0 / 0.
+TEST(Validation, SoftcapsOutsideFloat32AreUsable) {
+  for (const hr_backend backend : {HR_BACKEND_CPU, HR_BACKEND_REFERENCE}) {
+    std::vector<float> results[3];
+    for (const double softcap : {0.0, 1e300, 1e39, 1e-300, std::numeric_limits<double>::denorm_min()}) {
+      SCOPED_TRACE(softcap);
+      ValidCall call(Kind::dense);
+      call.a.backend = backend;
+      call.a.softcap = softcap;
+      call.a.dropout_p = 0;
+      ASSERT_EQ(hr_forward(&call.a), HR_OK) << hr_last_error();
+      const auto* lse = static_cast<const float*>(call.a.lse.data);
+      std::vector<float>& result = results[softcap == 0.0 ? 0 : softcap > 1 ? 1 : 2];
+      const std::vector<float> found(lse, lse + 24);
+      EXPECT_FALSE(std::isnan(found[0]));
+      if (result.empty()) result = found;
+      EXPECT_EQ(found, result);
+    }
+    for (std::size_t n = 0; n < 24; ++n) {
+      if (std::isinf(results[0][n])) continue;  // rows of no sequence
+      EXPECT_NEAR(results[1][n], results[0][n], 1e-5) << "a huge cap is none";
+      EXPECT_LT(std::abs(results[2][n]), 100) << "a tiny cap leaves bias, slopes and sinks";
+    }
+  }
+}
+
 // ---- execution of a plan ----
 
 struct PlanDeleter {

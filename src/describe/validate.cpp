@@ -108,6 +108,9 @@ class Validator {
     equal("k", "head_dim", a_.k.shape[dim], "q", p_.head_dim);
     dim_in_range("v", "value_dim", p_.value_dim);
     p_.scale = a_.has_scale != 0 ? a_.scale : 1.0 / std::sqrt(static_cast<double>(p_.head_dim));
+    // Where scores are float32, a cap outside these bounds acts like the bound, to float32 accuracy; but cap * tanh(s /
+    // cap) must not become inf * 0, or 0 / 0.
+    if (p_.softcap > 0 && p_.dtype != HR_FLOAT64) p_.softcap = std::clamp(p_.softcap, 0x1p-120, 0x1p120);
   }
 
   void sequences() {
