@@ -232,7 +232,7 @@ void pack_queries(const Problem& p, const Buffers& buffers, Index b, GradientTil
 
 template <typename C>
 void write_rows(const C* rows, Index ld, const Rows& target, void* data) {
-  with_elements<C>(data, target.dtype, [&](auto* dst) HWY_ATTR {
+  with_elements<C>(data, target.dtype, [&](auto* dst) HEADRACE_ATTR {
     for (Index r = 0; r < target.count; ++r) narrow_row(rows + r * ld, C{1}, target.size, dst + target.at(r));
   });
 }
@@ -329,7 +329,7 @@ void prepare(const BackwardPlan& plan, const Buffers& buffers, Index b, Index h,
     const Index row = seq.q_begin + i;
     const double lse = load_element(buffers.lse, p.lse_dtype, p.lse.at(batch, h, row));
     C delta = 0;
-    with_elements<C>(buffers.out, p.dtype, [&](auto* out) HWY_ATTR {
+    with_elements<C>(buffers.out, p.dtype, [&](auto* out) HEADRACE_ATTR {
       using T = std::remove_pointer_t<decltype(out)>;
       const T* dout = static_cast<const T*>(buffers.dout) + p.dout.at(batch, row, h);
       widen_row(out + p.out.at(batch, row, h), p.value_dim, memory.dv);

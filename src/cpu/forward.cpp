@@ -197,7 +197,7 @@ void write_rows(const ForwardPlan& plan, const Buffers& buffers, Index b, const 
     double kept = 1.0;
     if (p.has_sinks) kept = state.update(static_cast<double>(buffers.sinks[h * p.sinks_stride])).kept;
     const auto result = state.finalize();
-    with_elements<C>(buffers.out, p.dtype, [&](auto* dst) HWY_ATTR {
+    with_elements<C>(buffers.out, p.dtype, [&](auto* dst) HEADRACE_ATTR {
       narrow_row(out + r * plan.ld_out, static_cast<C>(kept * result.scale / static_cast<double>(value_scale)),
                  p.value_dim, dst + p.out.at(batch, row, h));
     });

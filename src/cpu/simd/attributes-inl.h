@@ -1,12 +1,15 @@
-// Opens the region that is compiled for the current target. No include guard: the macro is defined anew
-// for each target.
+// Opens the region that is compiled for the current target, and marks the lambdas in it: Clang's region does not reach
+// them. No include guard: the macros are defined anew for each target.
 #include "hwy/highway.h"
 
 #undef HEADRACE_BEFORE_NAMESPACE
+#undef HEADRACE_ATTR
 #if HWY_TARGET == HWY_AVX3_DL  // avx512_bf16, see target.hpp
 #define HEADRACE_BEFORE_NAMESPACE()                 \
   HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16") \
   static_assert(true, "For requiring trailing semicolon")
+#define HEADRACE_ATTR __attribute__((target(HWY_TARGET_STR ",avx512bf16")))
 #else
 #define HEADRACE_BEFORE_NAMESPACE() HWY_BEFORE_NAMESPACE()
+#define HEADRACE_ATTR HWY_ATTR
 #endif

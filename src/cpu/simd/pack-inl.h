@@ -148,7 +148,7 @@ HWY_INLINE void prefetch(const Rows& rows, Index first, Index last) {
 // is zeroed up to a vector.
 template <typename C>
 HWY_NOINLINE void pack_panels(const Rows& rows, Index width, C* dst) {
-  with_elements<C>(rows.data, rows.dtype, [&](auto* data) HWY_ATTR {
+  with_elements<C>(rows.data, rows.dtype, [&](auto* data) HEADRACE_ATTR {
     for (Index r = 0; r < rows.count; ++r) {
       for (Index c = 0; c < rows.size; c += width) {
         widen_row(data + rows.at(r) + c, std::min(width, rows.size - c), dst + c * rows.count + r * width);
@@ -182,7 +182,7 @@ HWY_INLINE void transpose_4x4(const T* row0, const T* row1, const T* row2, const
 // a panel's width).
 template <typename C>
 HWY_NOINLINE void pack_transposed(const Rows& rows, C factor, Index group, C* dst) {
-  with_elements<C>(rows.data, rows.dtype, [&](auto* data) HWY_ATTR {
+  with_elements<C>(rows.data, rows.dtype, [&](auto* data) HEADRACE_ATTR {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     for (Index first = 0; first < rows.count; first += group, dst += rows.size * group) {
       const Index in_group = std::min(group, rows.count - first);

@@ -72,7 +72,7 @@ struct ScoreRules {
 // Elements [0, count) of a strided row, widened to C.
 template <typename C>
 HWY_INLINE void gather_row(const void* data, hr_dtype dtype, Index offset, Index stride, Index count, C* dst) {
-  with_element_type(dtype, [&](auto zero) HWY_ATTR {
+  with_element_type(dtype, [&](auto zero) HEADRACE_ATTR {
     using T = decltype(zero);
     const T* src = static_cast<const T*>(data) + offset;
     if (stride == 1) {
@@ -170,7 +170,7 @@ HWY_NOINLINE void dropout_factors(const Dropout& dropout, Index b, Index h, Inde
   const C kept = static_cast<C>(dropout.kept_scale());
   const auto m0 = hn::Set(du, Philox::multiplier0), m1 = hn::Set(du, Philox::multiplier1);
   // High and low halves of the products of all lanes, from the even and the odd ones.
-  const auto multiply = [du](auto a, auto m, auto* high, auto* low) HWY_ATTR {
+  const auto multiply = [du](auto a, auto m, auto* high, auto* low) HEADRACE_ATTR {
     const auto even = hn::MulEven(a, m);
     const auto odd =
         hn::MulEven(hn::BitCast(du, hn::ShiftRight<32>(hn::BitCast(hn::RepartitionToWide<decltype(du)>(), a))), m);
