@@ -69,7 +69,7 @@ TEST_F(Command, TellsItsVersion) {
 TEST_F(Command, HelpHasExamplesForEverySubcommand) {
   const CommandResult all = run({"--help"});
   EXPECT_EQ(all.code, 0);
-  for (const char* name : {"info", "attend", "explain"}) {
+  for (const char* name : {"info", "attend", "bench", "explain", "demo"}) {
     EXPECT_THAT(all.out, HasSubstr(name));
     const CommandResult result = run({name, "--help"});
     EXPECT_EQ(result.code, 0);
@@ -339,7 +339,12 @@ TEST_F(Command, CheckPassesOnRandomOptions) {
     t["k"] = normal_array(dtype, {b, sk, hk, d}, source);
     t["v"] = normal_array(dtype, {b, sk, hk, dv}, source);
     t["dout"] = normal_array(dtype, {b, sq, hq, dv}, source);
-    std::vector<std::string> call = {"attend", path("in.safetensors"), "--check", "--backward", "--backend=reference"};
+    std::vector<std::string> call = {
+        "attend",
+        path("in.safetensors"),
+        "--check",
+        "--backward",
+    };
     const auto add = [&](const std::string& flag, const auto& value) {
       call.push_back(fmt::format("--{}={}", flag, value));
     };

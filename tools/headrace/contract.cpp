@@ -32,7 +32,7 @@ double difference(double computed, double expected, double largest) {
   return computed - expected;
 }
 
-// The size that each output would have if its terms were independent and spread evenly over the keys.
+// The size that an element of each output would have if its terms were independent and spread evenly over the keys.
 class RandomSize {
  public:
   RandomSize(const Attention& options, const Tensors& tensors, bool backward) {
@@ -57,20 +57,22 @@ class RandomSize {
       dprobability_ = dout_ * rms(v) * std::sqrt(value_dim);
     }
     sequences_ = sequences;
+    pairs_ = sequences * static_cast<double>(q.shape[q.shape.size() - 2]) * seqlen_q_ * seqlen_k_;
   }
 
-  [[nodiscard]] double of(const std::string& name) const {
+  // count: elements of the whole output.
+  [[nodiscard]] double of(const std::string& name, std::int64_t count) const {
     const double rows = std::sqrt(seqlen_q_ * group_) / seqlen_k_;  // a sum over rows of p ~ 1 / seqlen_k
     if (name == "out") return v_ / std::sqrt(seqlen_k_);
     if (name == "dq") return scale_ * dprobability_ * k_ / std::sqrt(seqlen_k_);
     if (name == "dk") return scale_ * dprobability_ * q_ * rows;
     if (name == "dv") return dout_ * rows;
-    if (name == "dbias") return dprobability_ / seqlen_k_;
+    if (name == "dbias") return dprobability_ / seqlen_k_ * std::sqrt(pairs_ / static_cast<double>(count));
     return dprobability_ * std::sqrt(sequences_ * seqlen_q_) / seqlen_k_;  // dsinks
   }
 
  private:
-  double sequences_ = 0.0, seqlen_q_ = 0.0, seqlen_k_ = 1.0, group_ = 1.0, scale_ = 1.0;
+  double sequences_ = 0.0, pairs_ = 0.0, seqlen_q_ = 0.0, seqlen_k_ = 1.0, group_ = 1.0, scale_ = 1.0;
   double q_ = 0.0, k_ = 0.0, v_ = 0.0, dout_ = 0.0, dprobability_ = 0.0;
 };
 
@@ -102,12 +104,11 @@ Comparison compare_vectors(const std::string& name, const Array& computed, const
     if (std::isfinite(expected.at(i))) size += expected.at(i) * expected.at(i);
   }
   error = std::sqrt(error), size = std::sqrt(size);
-  const double floor = random_size * std::sqrt(static_cast<double>(computed.size()));
-  Comparison result{.tensor = name, .promised = promised};
-  const double measured_against = size > 0.0 ? size : 1.0;
-  result.error = error / measured_against;
-  result.allowed = std::max(promised, score_error) * std::max(size, floor) / measured_against;
-  return result;
+  const double at_random = random_size * std::sqrt(static_cast<double>(computed.size()));
+  return {.tensor = name,
+          .error = error == 0.0 ? 0.0 : error / std::max(size, at_random),
+          .allowed = std::max(promised, score_error),
+          .promised = promised};
 }
 
 }  // namespace
@@ -156,7 +157,8 @@ std::vector<Comparison> compare_with_reference(const Attention& options, const T
       // What is stored in float32, as gradients of a float32 bias are, is no more exact than that.
       const double tolerance =
           found->first == "out" ? promised.output : std::max(promised.gradient, contract(computed.dtype).gradient);
-      result.push_back(compare_vectors(name, computed, expected.at(name), tolerance, score_error, size.of(name)));
+      result.push_back(
+          compare_vectors(name, computed, expected.at(name), tolerance, score_error, size.of(name, computed.size())));
     }
   }
   return result;

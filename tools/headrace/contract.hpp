@@ -17,7 +17,7 @@ Contract contract(DType dtype);
 
 struct Comparison {
   std::string tensor;     // "out"
-  double error = 0.0;     // relative Frobenius, except lse: largest absolute; NaN where something is not finite
+  double error = 0.0;     // relative Frobenius; lse: largest absolute; NaN where only one side is finite
   double allowed = 0.0;   // 0.0 <= error <= allowed is a pass
   double promised = 0.0;  // the contract for inputs like N(0, 1)
   [[nodiscard]] bool ok() const { return error <= allowed; }
@@ -27,8 +27,8 @@ struct Comparison {
 // tensors holds: out and lse, and with backward also dq, dk, dv, dbias, dsinks.
 //
 // `allowed` is the contract, widened where float32 cannot keep it: a score s is known to |s| 2^-24 only,
-// so 2 * 2^-24 * the largest |lse| is allowed (16 * that for the lse itself); and a sum that cancels is
-// measured against the size that its terms have at random, since its own may be 0.
+// so 2 * 2^-24 * the largest |lse| is allowed (of the lse itself 16 * 2^-24 * that). A result that is smaller
+// than sums of such terms are at random has cancelled, to 0 perhaps: its error is relative to the random size.
 std::vector<Comparison> compare_with_reference(const Attention& options, const Tensors& tensors, bool backward);
 
 // The tensors of the same call in float64, with the outputs of the reference.

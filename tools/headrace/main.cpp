@@ -34,7 +34,9 @@ int main(int argc, char** argv) {
   Command command;
   add_info(app, command);
   add_attend(app, command);
+  add_bench(app, command);
   add_explain(app, command);
+  add_demo(app, command);
 
   try {
     app.parse(argc, argv);
