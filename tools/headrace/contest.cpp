@@ -227,11 +227,13 @@ Json times(const Contest& contest, bool with_standard) {
 Json run_contest(const Contest& contest, Progress& progress) {
   const auto show = [&](const char* what) { progress.show(fmt::format("{} keys: {}", contest.shape.seqlen, what)); };
   Json row = {{"seqlen", contest.shape.seqlen}};
+  Contest fresh = contest;
+  fresh.preallocate = false;  // what is allocated is what is to be measured
   show("memory of Headrace");
   row["headrace"] = in_child([&]() -> Json {
-    const Tensors tensors = with_outputs(contest);
-    Headrace headrace(contest, tensors);
-    return measure_memory(contest, tensors, headrace);
+    const Tensors tensors = with_outputs(fresh);
+    Headrace headrace(fresh, tensors);
+    return measure_memory(fresh, tensors, headrace);
   });
 
   const std::uint64_t needed = Scores::bytes(contest.shape) * (contest.backward ? 2 : 1);
@@ -242,9 +244,9 @@ Json run_contest(const Contest& contest, Progress& progress) {
     show("memory of standard attention");
     row["standard"] = in_child([&]() -> Json {
       const Blas blas(contest.blas);
-      Tensors tensors = with_outputs(contest);
-      Standard standard(contest, tensors, blas, StandardAttention::Threading::tasks);
-      return measure_memory(contest, tensors, standard);
+      Tensors tensors = with_outputs(fresh);
+      Standard standard(fresh, tensors, blas, StandardAttention::Threading::tasks);
+      return measure_memory(fresh, tensors, standard);
     });
   }
   if (!skipped.empty()) row["standard"] = {{"skipped", skipped}};

@@ -255,6 +255,7 @@ void run_stretched(const Tensors& sample, const DemoFlags& flags, DemoResult& re
   Contest contest;
   contest.shape = {.heads = 1, .seqlen = 1, .dim = result.dim, .causal = false};
   contest.threads = result.threads;
+  contest.preallocate = true;  // the stronger yardstick: fresh memory is slow when first touched
   contest.rounds = 3;
   contest.budget_seconds = 4.0;
   contest.blas = flags.blas;

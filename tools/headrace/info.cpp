@@ -19,7 +19,10 @@ std::string value_text(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
   if (!value.is_array()) return value.dump();
   std::string text;
-  for (const Json& item : value) text += (text.empty() ? "" : ", ") + value_text(item);
+  for (const Json& item : value) {
+    if (!text.empty()) text += ", ";
+    text += value_text(item);
+  }
   return text.empty() ? "none" : text;
 }
 

@@ -147,10 +147,13 @@ Progress::Progress() : active_(isatty(STDERR_FILENO) == 1) {}
 Progress::~Progress() { clear(); }
 
 void Progress::show(const std::string& text) {
-  if (active_) fmt::print(stderr, "\r\x1b[K{}", text);
+  clear();
+  if (active_) std::fputs(text.c_str(), stderr);
 }
 
-void Progress::clear() { show(""); }
+void Progress::clear() noexcept {
+  if (active_) std::fputs("\r\x1b[K", stderr);
+}
 
 std::string format_bytes(double bytes) {
   const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};

@@ -330,7 +330,8 @@ std::string scaling_section(const DemoResult& result) {
       "normal noise of {} times the tensor's standard deviation, so that the numbers look like the model's and no "
       "row is a copy. Both methods ran in float32 on {} threads, with every key visible. Standard attention "
       "multiplies Q and K with {}, keeps all scores, turns them into probabilities in place (vectorised like "
-      "Headrace's), and multiplies with V. Time grows with the square of the length for both; memory only for "
+      "Headrace's), and multiplies with V; its memory for the "
+      "scores was ready before the clock started. Time grows with the square of the length for both; memory only for "
       "one.</p>\n",
       result.stretched_head + 1, result.stretched_layer + 1, result.tokens, stretch_noise, result.threads,
       result.blas.empty() ? "a BLAS (none was found, so it was not run)" : escape_html(result.blas));

@@ -83,7 +83,7 @@ void StandardAttention::for_parts(Work work) const {
     return;
   }
   std::int64_t parts = 1;
-  while (shape_.heads * parts % threads_ != 0 && shape_.heads * parts < 4 * threads_) ++parts;
+  while (shape_.heads * parts % threads_ != 0 && shape_.heads * parts < std::int64_t{4} * threads_) ++parts;
   const std::int64_t count = shape_.heads * parts;
 #pragma omp parallel for num_threads(threads_) schedule(dynamic)
   for (std::int64_t part = 0; part < count; ++part) {

@@ -30,8 +30,14 @@ HWY_INLINE hn::Vec<D> load_widened(D d, const hn::TFromD<D>* p) {
 }
 template <class D>
 HWY_INLINE hn::Vec<D> load_widened(D d, const Float16* p) {
+#if HWY_TARGET == HWY_SSE4  // no conversion instructions, and Highway's emulation makes numbers of infinities and NaN
+  HWY_ALIGN float values[hn::MaxLanes(D())];
+  for (std::size_t n = 0; n < hn::Lanes(d); ++n) values[n] = static_cast<float>(static_cast<double>(p[n]));
+  return hn::Load(d, values);
+#else
   const hn::Rebind<hwy::float16_t, D> narrow;
   return hn::PromoteTo(d, hn::LoadU(narrow, reinterpret_cast<const hwy::float16_t*>(p)));
+#endif
 }
 template <class D>
 HWY_INLINE hn::Vec<D> load_widened(D d, const BFloat16* p) {
