@@ -29,7 +29,7 @@ std::string value_text(const Json& value) {
 // One line a value; what lies inside an object is named after it: "simd chosen".
 void print_values(const std::string& prefix, const Json& object) {
   for (const auto& [key, value] : object.items()) {
-    const std::string name = prefix.empty() ? key : prefix + " " + key;
+    const std::string name = prefix.empty() ? key : fmt::format("{} {}", prefix, key);
     if (value.is_object())
       print_values(name, value);
     else
