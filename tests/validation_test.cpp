@@ -14,6 +14,12 @@
 #include "describe/tensor_view.hpp"
 #include "headrace/headrace.h"
 
+// A test asks for more memory than there is; sanitizers shall answer as malloc does.
+extern "C" const char* __asan_default_options();
+extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
+extern "C" const char* __tsan_default_options();
+extern "C" const char* __tsan_default_options() { return "allocator_may_return_null=1"; }
+
 namespace headrace {
 namespace {
 
@@ -61,7 +67,7 @@ class ValidCall {
     a.dsinks = tensor(HR_FLOAT32, {4});
     a.softcap = 10;
     a.dropout_p = 0.5;
-    remembered_.assign(memory_.get(), memory_.get() + bytes);
+    remember();
   }
 
   hr_tensor tensor(hr_dtype dtype, const std::vector<std::int64_t>& shape) {
@@ -89,8 +95,10 @@ class ValidCall {
   // Metadata of a test, made after the call.
   void replace(hr_tensor& t, const std::vector<std::int32_t>& values) {
     t = metadata(values);
-    remembered_.assign(memory_.get(), memory_.get() + bytes);
+    remember();
   }
+
+  void remember() { remembered_.assign(memory_.get(), memory_.get() + bytes); }
 
   [[nodiscard]] bool nothing_written() const { return std::memcmp(memory_.get(), remembered_.data(), bytes) == 0; }
 
@@ -751,6 +759,26 @@ TEST(Validation, SoftcapsOutsideFloat32AreUsable) {
   }
 }
 
+// Keys expanded with stride 0 to more than any address space could hold widened, as the reference would.
+TEST(Validation, AWorkspaceThatCannotBeHadIsAnError) {
+  ValidCall call(Kind::dense);
+  hr_attention a;
+  hr_attention_init(&a);
+  a.backend = HR_BACKEND_REFERENCE;
+  const std::int64_t shape_q[] = {1, 1, 1, 512}, shape_k[] = {1, two_to_40 - 1, 1, 512};
+  a.q = hr_tensor_contiguous(call.tensor(HR_FLOAT32, {512}).data, HR_FLOAT32, 4, shape_q);
+  a.out = hr_tensor_contiguous(call.tensor(HR_FLOAT32, {512}).data, HR_FLOAT32, 4, shape_q);
+  a.k = hr_tensor_contiguous(call.tensor(HR_FLOAT32, {512}).data, HR_FLOAT32, 4, shape_k);
+  a.k.stride[1] = 0;
+  a.v = a.k;
+  call.remember();
+  EXPECT_EQ(hr_forward(&a), HR_ERROR_RUNTIME);
+  const std::string message = hr_last_error();
+  EXPECT_EQ(message.find("workspace: "), 0u) << message;
+  EXPECT_NE(message.find(" bytes could not be allocated"), std::string::npos) << message;
+  EXPECT_TRUE(call.nothing_written());
+}
+
 // ---- execution of a plan ----
 
 struct PlanDeleter {
@@ -821,6 +849,8 @@ TEST(Execution, DescriptionMustBeThePlannedOne) {
        [](ValidCall& c) { c.a.lse.ndim = 0; }},
       {HR_ERROR_TYPE, "k: dtype is float16, but the plan was made for float32; make a new plan",
        [](ValidCall& c) { c.a.k.dtype = HR_FLOAT16; }},
+      {HR_ERROR_VALUE, "q: ndim is 5, but the plan was made for 4; make a new plan",
+       [](ValidCall& c) { c.a.q.ndim = 5; }},
       {HR_ERROR_VALUE, "v: shape is [2, 4, 2, 6], but the plan was made for [2, 5, 2, 6]; make a new plan",
        [](ValidCall& c) { c.a.v.shape[1] = 4; }},
       {HR_ERROR_VALUE, "bias: stride 2 is 0, but the plan was made for 5; make a new plan",

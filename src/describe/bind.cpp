@@ -90,7 +90,10 @@ void same_tensor(const char* name, const hr_tensor& t, const hr_tensor& planned)
   if (t.dtype != planned.dtype)
     throw Failure(HR_ERROR_TYPE, fmt::format("{}: dtype is {}, but the plan was made for {}; make a new plan", name,
                                              dtype_name(t.dtype), dtype_name(planned.dtype)));
-  if (t.ndim != planned.ndim || !std::equal(t.shape, t.shape + t.ndim, planned.shape))
+  if (t.ndim != planned.ndim)
+    throw Failure(HR_ERROR_VALUE, fmt::format("{}: ndim is {}, but the plan was made for {}; make a new plan", name,
+                                              t.ndim, planned.ndim));
+  if (!std::equal(t.shape, t.shape + t.ndim, planned.shape))
     throw Failure(HR_ERROR_VALUE, fmt::format("{}: shape is {}, but the plan was made for {}; make a new plan", name,
                                               shape_text(t), shape_text(planned)));
   for (int i = 0; i < t.ndim; ++i) {
