@@ -5,6 +5,7 @@
 // of standard attention with float32 scores and the same rounding of P; lse within 16 * 2^-24 of the largest logit.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdio>
 #include <functional>
 
@@ -50,8 +51,17 @@ double square_sum(const std::vector<double>& values) {
   return sum;
 }
 
-constexpr std::pair<const char*, std::vector<double> Results::*> gradients[] = {
-    {"dq", &Results::dq}, {"dk", &Results::dk}, {"dv", &Results::dv}};
+double square_difference(const std::vector<double>& a, const std::vector<double>& b) {
+  double sum = 0.0;
+  for (std::size_t n = 0; n < a.size(); ++n) sum += (a[n] - b[n]) * (a[n] - b[n]);
+  return sum;
+}
+
+struct Member {
+  const char* name;
+  std::vector<double> Results::*values;
+};
+constexpr std::array<Member, 3> gradients{{{"dq", &Results::dq}, {"dk", &Results::dk}, {"dv", &Results::dv}}};
 
 Spec spec_of(DType dtype, std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t dim) {
   Spec spec{.seed = test_rng().bits(), .dtype = dtype, .lse_float64 = dtype == DType::float64};
@@ -96,6 +106,7 @@ TEST_P(Normal, KeepsTheContract) {
 }
 
 TEST_P(Normal, KeepsTheContractHeavy) {
+  if (!run_is_full()) GTEST_SKIP() << "HEADRACE_TEST_SCALE asks for less";
   Spec spec = spec_of(GetParam(), 2048, 2048, 64);
   expect_contract(spec);
   spec = spec_of(GetParam(), 1024, 1024, 128);
@@ -127,37 +138,45 @@ class Hostile : public ::testing::TestWithParam<DType> {
     return call;
   }
 
-  // Finite everywhere, and at most twice the error of standard attention where that is above the contract.
-  static void expect_as_good_as_standard(const Spec& spec, const Change& change) {
-    Call call = call_of(spec, change);
-    const Outcome outcome = run(call, Backend::cpu);
-    ASSERT_EQ(outcome.failure, "");
-    const Results exact = exact_results(call), standard = standard_attention(call);
-    const Results bounds = error_bounds(DenseCall(call), exact, spec.dtype, call.lse.dtype(), call.bias.dtype());
+  // Finite everywhere, and at most twice the error of standard attention where that is above the contract; over
+  // a few draws together, so that luck evens out.
+  static void expect_as_good_as_standard(Spec spec, const Change& change) {
+    constexpr std::array<Member, 4> members{
+        {{"out", &Results::out}, {"dq", &Results::dq}, {"dk", &Results::dk}, {"dv", &Results::dv}}};
     const Contract contract = contract_of(spec.dtype);
-    const double lse = largest_difference(outcome.results.lse, exact.lse);
-    double largest_lse = 0.0;
-    for (const double x : exact.lse)
-      if (std::isfinite(x)) largest_lse = std::max(largest_lse, std::abs(x));
-    EXPECT_LE(lse, std::max(1e-5, 16.0 * 0x1p-24 * largest_lse)) << "lse " << spec.describe();
-    const auto expect = [&](const char* name, std::vector<double> Results::*member, double allowed) {
-      const std::vector<double>& got = outcome.results.*member;
-      EXPECT_TRUE(std::all_of(got.begin(), got.end(), [](double x) { return std::isfinite(x); })) << name;
-      const double error = relative_difference(got, exact.*member);
-      const double of_standard = relative_difference(standard.*member, exact.*member);
-      std::printf("%s %s %.2e (%.2e) ", name_of(spec.dtype), name, error, of_standard);
+    struct Squares {
+      double got = 0.0, standard = 0.0, bounds = 0.0, exact = 0.0;
+    };
+    std::array<Squares, members.size()> sums;
+    for (int draw = 0; draw < 4; ++draw, ++spec.seed) {
+      Call call = call_of(spec, change);
+      const Outcome outcome = run(call, Backend::cpu);
+      ASSERT_EQ(outcome.failure, "");
+      const Results exact = exact_results(call), standard = standard_attention(call);
+      const Results bounds = error_bounds(DenseCall(call), exact, spec.dtype, call.lse.dtype(), call.bias.dtype());
+      EXPECT_LE(largest_difference(outcome.results.lse, exact.lse),
+                std::max(1e-5, 16.0 * 0x1p-24 * largest_of(exact.lse)))
+          << "lse " << spec.describe();
+      for (std::size_t n = 0; n < members.size(); ++n) {
+        const std::vector<double>&got = outcome.results.*members[n].values, &right = exact.*members[n].values;
+        for (const double x : got) ASSERT_TRUE(std::isfinite(x)) << members[n].name << ' ' << spec.describe();
+        sums[n].got += square_difference(got, right);
+        sums[n].standard += square_difference(standard.*members[n].values, right);
+        sums[n].bounds += square_sum(bounds.*members[n].values);
+        sums[n].exact += square_sum(right);
+      }
+    }
+    std::printf("%s", name_of(spec.dtype));
+    for (std::size_t n = 0; n < members.size(); ++n) {
+      const double error = std::sqrt(sums[n].got), of_standard = std::sqrt(sums[n].standard);
+      const double norm = std::sqrt(sums[n].exact), bound = std::sqrt(sums[n].bounds);
+      std::printf("  %s %.2e (standard %.2e)", members[n].name, error / norm, of_standard / norm);
       // Where rounding alone explains more than there is, as in sums that cancel to nothing, the standard may be
       // exact by luck; then only the bounds mean something.
-      const double norm = std::sqrt(square_sum(exact.*member)), bound = std::sqrt(square_sum(bounds.*member));
-      if (bound > norm) {
-        EXPECT_LE(error * norm, bound) << name << ' ' << spec.describe();
-        return;
-      }
-      EXPECT_LE(error, std::max(allowed, 2.0 * of_standard))
-          << name << ", standard " << of_standard << ": " << spec.describe();
-    };
-    expect("out", &Results::out, contract.out);
-    for (const auto& [name, member] : gradients) expect(name, member, contract.gradient);
+      const double in_contract = (n == 0 ? contract.out : contract.gradient) * norm;
+      EXPECT_LE(error, bound > norm ? bound : std::max(in_contract, 2.0 * of_standard))
+          << members[n].name << ", standard " << of_standard << ", exact " << norm << ": " << spec.describe();
+    }
     std::printf("\n");
   }
 
@@ -167,28 +186,28 @@ class Hostile : public ::testing::TestWithParam<DType> {
 };
 
 TEST_P(Hostile, LargeLogits) {
-  expect_as_good_as_standard(spec_of(GetParam(), 256, 600, 64), [](auto& q, auto& k, auto&, auto&, Rng&) {
+  expect_as_good_as_standard(spec_of(GetParam(), 150, 600, 64), [](auto& q, auto& k, auto&, auto&, Rng&) {
     scale(q, 10.0);
     scale(k, 10.0);
   });
 }
 
 TEST_P(Hostile, OneDominantKey) {
-  expect_as_good_as_standard(spec_of(GetParam(), 256, 600, 64), [](auto& q, auto& k, auto&, auto&, Rng&) {
+  expect_as_good_as_standard(spec_of(GetParam(), 150, 600, 64), [](auto& q, auto& k, auto&, auto&, Rng&) {
     for (double& x : q) x += 1.0;
     for (std::size_t c = 0; c < 64; ++c) k[313 * 64 + c] += 1.3;
   });
 }
 
 TEST_P(Hostile, LogitsOffsetBy1e4) {
-  expect_as_good_as_standard(spec_of(GetParam(), 256, 600, 64), [](auto& q, auto& k, auto&, auto&, Rng&) {
+  expect_as_good_as_standard(spec_of(GetParam(), 150, 600, 64), [](auto& q, auto& k, auto&, auto&, Rng&) {
     for (std::size_t n = 0; n < q.size(); n += 64) q[n] = 16.0;
     for (std::size_t n = 0; n < k.size(); n += 64) k[n] = 5000.0;
   });
 }
 
 TEST_P(Hostile, ValuesOffsetBy1e4) {
-  expect_as_good_as_standard(spec_of(GetParam(), 256, 600, 64), [](auto&, auto&, auto& v, auto&, Rng&) {
+  expect_as_good_as_standard(spec_of(GetParam(), 150, 600, 64), [](auto&, auto&, auto& v, auto&, Rng&) {
     for (double& x : v) x += 1e4;
   });
 }
@@ -210,7 +229,7 @@ TEST_P(Hostile, WindowOfOneKey) {
 TEST_P(Hostile, AllScoresEqual) {
   for (const std::int64_t dim : {64, 128, 512}) {
     const std::int64_t seqlen_k = 1500;
-    Spec spec = spec_of(GetParam(), 100, seqlen_k, dim);
+    Spec spec = spec_of(GetParam(), 20, seqlen_k, dim);
     expect_as_good_as_standard(spec, [](auto& q, auto& k, auto& v, auto&, Rng& rng) {
       std::fill(q.begin(), q.end(), 0.5 + rng.uniform());
       std::fill(k.begin(), k.end(), 0.5 + rng.uniform());
@@ -234,7 +253,7 @@ TEST_P(Hostile, AllScoresEqual_OverLongKeys) {
 }
 
 TEST_P(Hostile, LseFarBelowMinus88) {
-  Spec spec = spec_of(GetParam(), 256, 600, 64);
+  Spec spec = spec_of(GetParam(), 150, 600, 64);
   expect_as_good_as_standard(spec, [](auto& q, auto& k, auto&, auto&, Rng&) {
     scale(q, 0.1);
     scale(k, 0.1);
@@ -255,6 +274,23 @@ TEST_P(Hostile, SoftcapLargeAndSmall) {
   }
 }
 
+TEST_P(Hostile, SoftcapBeyondFloat32_ActsLikeItsLimit) {
+  Spec spec = spec_of(GetParam(), 40, 300, 16);
+  for (const double cap : {1e-300, 1e-42, 1e42, 1e300}) {
+    SCOPED_TRACE(cap);
+    spec.softcap = cap;
+    Call call = make_call(spec);
+    const Outcome outcome = run(call, Backend::cpu);
+    ASSERT_EQ(outcome.failure, "");
+    const Results exact = exact_results(call);
+    EXPECT_LE(relative_difference(outcome.results.out, exact.out), contract_of(GetParam()).out);
+    EXPECT_LE(relative_difference(outcome.results.dv, exact.dv), contract_of(GetParam()).gradient);
+    EXPECT_LE(largest_difference(outcome.results.lse, exact.lse), 1e-5);
+    for (const Member& gradient : gradients)
+      for (const double x : outcome.results.*gradient.values) ASSERT_TRUE(std::isfinite(x)) << gradient.name;
+  }
+}
+
 TEST_P(Hostile, TinyInputs) {
   const double factor = GetParam() == DType::float16 ? 1e-4 : 1e-15;
   Spec spec = spec_of(GetParam(), 200, 300, 64);
@@ -268,8 +304,8 @@ TEST_P(Hostile, TinyInputs) {
 }
 
 TEST_P(Hostile, LargeValuesAndGradients_AverageWithoutOverflow) {
-  // The average of 65504s is 65504; a sum in float32 of 700 others may be as large as float32 allows.
-  const double largest = GetParam() == DType::float16 ? 65504.0 : 1e35;
+  // Near the largest of the dtype; the average of such values is as large, their sum would not fit.
+  const double largest = GetParam() == DType::float16 ? 65504.0 : 3e38;
   Spec spec = spec_of(GetParam(), 40, 700, 16);
   Call call = call_of(spec, [largest](auto&, auto&, auto& v, auto& dout, Rng&) {
     for (double& x : v) x = largest;

@@ -3,6 +3,7 @@
 
 #include <map>
 #include <string>
+#include <thread>
 
 #include "support/compare.hpp"
 
@@ -11,13 +12,17 @@ namespace {
 
 using Bits = std::map<std::string, std::vector<std::byte>>;
 
+Bits bits_in(const Call& call) {
+  return {{"out", call.out.bytes()},      {"lse", call.lse.bytes()}, {"dq", call.dq.bytes()},
+          {"dk", call.dk.bytes()},        {"dv", call.dv.bytes()},   {"dbias", call.dbias.bytes()},
+          {"dsinks", call.dsinks.bytes()}};
+}
+
 // Runs forward and backward.
 Bits bits_of(Call& call) {
   const Outcome outcome = run(call, Backend::cpu);
   EXPECT_EQ(outcome.failure, "") << call.spec.describe();
-  return {{"out", call.out.bytes()},      {"lse", call.lse.bytes()}, {"dq", call.dq.bytes()},
-          {"dk", call.dk.bytes()},        {"dv", call.dv.bytes()},   {"dbias", call.dbias.bytes()},
-          {"dsinks", call.dsinks.bytes()}};
+  return bits_in(call);
 }
 
 void expect_same_bits(const Bits& a, const Bits& b, const Spec& spec) {
@@ -100,6 +105,41 @@ TEST(Runs, GiveTheSameBitsEachTime) {
       }
     }
   }
+}
+
+// One plan, executed by several threads at a time, each with tensors and a workspace of its own.
+TEST(Plans, MayBeExecutedBySeveralThreads) {
+  Rng rng = test_rng();
+  Spec spec{.seed = rng.bits(), .dtype = DType::bfloat16, .batch = 2, .heads_kv = 2, .group = 2};
+  spec.seqlen_q = spec.seqlen_k = 100;
+  spec.bias.present = spec.dbias = true;
+  spec.bias.full = {false, true, true, true};
+  spec.sinks = Sinks::normal;
+  spec.dsinks = true;
+  spec.threads = 2;
+  Call first = make_call(spec);
+  const Bits expected = bits_of(first);
+  const Plan forward_plan(first.attention(Backend::cpu), Pass::forward);
+  const Plan backward_plan(first.attention(Backend::cpu), Pass::backward);
+  const std::size_t bytes = std::max(forward_plan.workspace_bytes(), backward_plan.workspace_bytes());
+
+  std::vector<Bits> results(4);
+  std::vector<std::thread> threads;
+  for (Bits& result : results) {
+    threads.emplace_back([&] {
+      Call call = make_call(spec);
+      std::vector<std::byte> memory(bytes + 64);
+      const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+      const std::span<std::byte> workspace(memory.data() + (64 - address % 64) % 64, bytes);
+      for (int n = 0; n < scaled(10); ++n) {
+        forward_plan.execute(call.attention(Backend::cpu), workspace);
+        backward_plan.execute(call.attention(Backend::cpu), workspace);
+      }
+      result = bits_in(call);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const Bits& result : results) expect_same_bits(result, expected, spec);
 }
 
 // ---- batch invariance ----

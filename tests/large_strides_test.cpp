@@ -11,14 +11,6 @@
 
 #include "support/compare.hpp"
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define HEADRACE_TEST_SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define HEADRACE_TEST_SANITIZED 1
-#endif
-#endif
-
 namespace headrace::test {
 namespace {
 
@@ -209,9 +201,7 @@ TEST(LargeCache, BatchStrideOf2To30_LeavesOtherEntriesAlone) {
 
 // A mask of more than 2^32 bytes shows one key to some rows and none to the others.
 TEST(LargeMask, HeavyMoreThan2To32Pairs) {
-#ifdef HEADRACE_TEST_SANITIZED
-  GTEST_SKIP() << "too slow with sanitizers";
-#endif
+  if (!run_is_full()) GTEST_SKIP() << "HEADRACE_TEST_SCALE asks for less";
   const std::int64_t seqlen = 65600, dim = 8;
   SparseMapping mapping(seqlen * seqlen);
   if (!mapping.valid()) GTEST_SKIP() << "the system does not map 4 GiB";
@@ -297,9 +287,8 @@ bool measure_peak(Work&& work, std::size_t& growth) {
 }
 
 void expect_peak(std::int64_t seqlen, bool with_backward, std::size_t forward_limit, std::size_t backward_limit) {
-#ifdef HEADRACE_TEST_SANITIZED
-  GTEST_SKIP() << "sanitizers use memory of their own";
-#endif
+  // A small scale may mean a sanitizer, and those use memory of their own.
+  if (!run_is_full()) GTEST_SKIP() << "HEADRACE_TEST_SCALE asks for less";
   Attention attention = long_call(seqlen);
   std::vector<std::vector<float>> memory;
   Rng rng = test_rng();

@@ -199,7 +199,7 @@ TEST_P(Options, Dropout_OfARaggedBatchCountsInsideEachSequence) {
 
 TEST_P(Options, VeryNegativeLse_KeepsGradientsFinite) {
   for (const auto& [seqlen_q, seqlen_k, dim] : std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>{
-           {704, 704, 64}, {64, 64, 64}, {192, 192, 128}, {1, 128, 64}}) {
+           {200, 704, 64}, {64, 64, 64}, {100, 192, 128}, {1, 128, 64}}) {
     SCOPED_TRACE(testing::Message() << seqlen_q << " queries " << seqlen_k << " keys head_dim " << dim);
     Spec s = spec(1, 1, 1, seqlen_q, seqlen_k, dim);
     s.mask.present = true;

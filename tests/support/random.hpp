@@ -16,6 +16,10 @@ double run_scale();
 // n scaled by HEADRACE_TEST_SCALE, at least 1.
 int scaled(int n);
 
+// Whether tests of one large size should run: not where a small scale asks for little, as under sanitizers and
+// emulators.
+inline bool run_is_full() { return run_scale() >= 0.5; }
+
 // A good 64-bit mix of both arguments (splitmix64).
 std::uint64_t mix(std::uint64_t a, std::uint64_t b);
 
