@@ -226,7 +226,7 @@ TEST_P(Hostile, WindowOfOneKey) {
   EXPECT_LE(largest_of(outcome.results.dk), left);
 }
 
-TEST_P(Hostile, AllScoresEqual) {
+TEST_P(Hostile, AllScoresEqual_Heavy) {
   for (const std::int64_t dim : {64, 128, 512}) {
     const std::int64_t seqlen_k = 1500;
     Spec spec = spec_of(GetParam(), 20, seqlen_k, dim);
@@ -264,6 +264,7 @@ TEST_P(Hostile, LseFarBelowMinus88) {
 
 TEST_P(Hostile, SoftcapLargeAndSmall) {
   for (const double cap : {0.1, 1.0, 50.0, 1e4, 1e8}) {
+    if (!run_is_full() && cap != 50.0) continue;
     SCOPED_TRACE(cap);
     Spec spec = spec_of(GetParam(), 200, 300, 64);
     spec.softcap = cap;
@@ -369,7 +370,8 @@ TEST(ExtremeScores, ScaleAndProductsThatMeetInTheMiddle) {
     const Outcome outcome = run(call, Backend::cpu);
     ASSERT_EQ(outcome.failure, "");
     const Results exact = exact_results(call);
-    const double tolerance = e.scale < 1e-38 ? 1e-3 : 1e-5;  // float32 has few bits left there
+    // Near and below 1e-38 float32 has few bits left.
+    const double tolerance = e.scale < 1e-38 ? 1e-3 : e.q * e.k < 1e-37 ? 1e-4 : 1e-5;
     EXPECT_LE(relative_difference(outcome.results.out, exact.out), tolerance);
     EXPECT_LE(relative_difference(outcome.results.dv, exact.dv), tolerance);
     EXPECT_LE(largest_difference(outcome.results.lse, exact.lse), tolerance);

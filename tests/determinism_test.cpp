@@ -52,20 +52,18 @@ TEST(Threads, DoNotMatter_AcrossTilesAndSplits) {
 
 TEST(Threads, DoNotMatter_ForFewRowsOverLongKeys) {
   Rng rng = test_rng();
-  for (const std::int64_t seqlen_q : {1, 3, 20}) {
-    for (const std::int64_t group : {1, 8}) {
-      for (const DType dtype : {DType::float32, DType::bfloat16}) {
-        Spec spec{.seed = rng.bits(), .dtype = dtype, .group = group, .head_dim = 64, .value_dim = 64};
-        spec.seqlen_q = seqlen_q;
-        spec.seqlen_k = rng.integer(6000, 9000) / (seqlen_q == 20 ? 2 : 1);
-        spec.causal = Causal::bottom_right;
-        spec.sinks = Sinks::normal;
-        spec.dsinks = spec.dlse = true;
-        spec.bias.present = spec.dbias = true;
-        spec.bias.full = {false, true, false, true};
-        expect_threads_do_not_matter(spec);
-      }
-    }
+  for (int repeat = 0; repeat < scaled(12); ++repeat) {
+    Spec spec{.seed = rng.bits(), .head_dim = 64, .value_dim = 64};
+    spec.dtype = rng.pick({DType::float32, DType::bfloat16});
+    spec.group = rng.pick<std::int64_t>({1, 8});
+    spec.seqlen_q = rng.pick<std::int64_t>({1, 3, 20});
+    spec.seqlen_k = rng.integer(6000, 9000) / (spec.seqlen_q == 20 ? 2 : 1);
+    spec.causal = Causal::bottom_right;
+    spec.sinks = Sinks::normal;
+    spec.dsinks = spec.dlse = true;
+    spec.bias.present = spec.dbias = true;
+    spec.bias.full = {false, true, false, true};
+    expect_threads_do_not_matter(spec);
   }
 }
 

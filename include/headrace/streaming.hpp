@@ -85,6 +85,14 @@ HEADRACE_HOST_DEVICE constexpr T pairwise_sum(long long begin, long long end, co
   return sum;
 }
 
+// a_factor * a + b_factor * b, where the factor of a is 1 if a_larger, else that of b. There is one multiply-add,
+// written once: a compiler that contracts it into a fused one cannot round a + b and b + a apart.
+template <typename T>
+HEADRACE_HOST_DEVICE constexpr T sum_scaled(bool a_larger, T a, T b, T a_factor, T b_factor) {
+  const T larger = a_larger ? a : b, smaller = a_larger ? b : a, factor = a_larger ? b_factor : a_factor;
+  return larger + factor * smaller;
+}
+
 }  // namespace streaming
 
 // The online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3):
@@ -159,9 +167,7 @@ struct SoftmaxState {
 
   HEADRACE_HOST_DEVICE constexpr Weights merge(const SoftmaxState& other) {
     const Weights w{relative(m, other.m), relative(other.m, m)};
-    // The side with the larger maximum is added as it is. So contraction into a fused multiply-add
-    // cannot make a.merge(b) and b.merge(a) round apart.
-    l = m >= other.m ? l + w.added * other.l : other.l + w.kept * l;
+    l = streaming::sum_scaled(m >= other.m, l, other.l, w.kept, w.added);
     m = streaming::max_or_nan(m, other.m);
     return w;
   }
@@ -197,7 +203,7 @@ struct AttentionState {
     }
     const bool larger = softmax.m >= other.softmax.m;
     const auto [kept, added] = softmax.merge(other.softmax);
-    for (int n = 0; n < Dim; ++n) o[n] = larger ? o[n] + added * other.o[n] : other.o[n] + kept * o[n];
+    for (int n = 0; n < Dim; ++n) o[n] = streaming::sum_scaled(larger, o[n], other.o[n], kept, added);
   }
 
   // Writes the softmax-weighted mean to out [Dim], zeros if empty; returns the log-sum-exp.
