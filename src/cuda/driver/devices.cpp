@@ -1,62 +1,60 @@
 #include "cuda/driver/devices.hpp"
 
-#include <dlfcn.h>
+#include <fmt/format.h>
 
 #include <array>
+
+#include "cuda/driver/driver.hpp"
+#include "describe/problem.hpp"
 
 namespace headrace::cuda {
 namespace {
 
-// The part of the driver's ABI that is needed here; its header is not installed where there is no CUDA.
-using Result = int;  // CUresult
-using Device = int;  // CUdevice
-constexpr Result success = 0, no_device = 100;
+Device describe(int ordinal) {
+  const Driver& cuda = driver();
+  CUdevice handle = 0;
+  check(cuda.cuDeviceGet(&handle, ordinal), "cuDeviceGet");
+  const auto attribute = [&](CUdevice_attribute which) {
+    int value = 0;
+    check(cuda.cuDeviceGetAttribute(&value, which, handle), "cuDeviceGetAttribute");
+    return value;
+  };
+  Device device;
+  std::array<char, 256> name{};
+  check(cuda.cuDeviceGetName(name.data(), static_cast<int>(name.size()) - 1, handle), "cuDeviceGetName");
+  device.name = name.data();
+  device.compute_major = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+  device.compute_minor = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+  device.multiprocessors = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+  device.l2_bytes = static_cast<std::size_t>(attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE));
+  device.shared_bytes = static_cast<std::size_t>(attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN));
+  check(cuda.cuDeviceTotalMem(&device.memory_bytes, handle), "cuDeviceTotalMem");
+  return device;
+}
 
-template <typename Function>
-bool load(void* library, const char* name, Function*& function) {
-  function = reinterpret_cast<Function*>(dlsym(library, name));
-  return function != nullptr;
+DeviceList ask() {
+  DeviceList list;
+  list.error = driver_status().error;
+  if (!list.error.empty()) return list;
+  try {
+    int count = 0;
+    check(driver().cuDeviceGetCount(&count), "cuDeviceGetCount");
+    for (int i = 0; i < count; ++i) list.devices.push_back(describe(i));
+  } catch (const Failure& failure) {
+    list.error = failure.what();
+  }
+  return list;
 }
 
 }  // namespace
 
-DeviceList list_devices() {
-  DeviceList list;
-  // Never closed: once initialised, the driver keeps threads and exit handlers of its own.
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    list.error = "libcuda.so.1 was not found";
-    return list;
-  }
-  list.driver_found = true;
-
-  Result (*init)(unsigned) = nullptr;
-  Result (*count)(int*) = nullptr;
-  Result (*device)(Device*, int) = nullptr;
-  Result (*name)(char*, int, Device) = nullptr;
-  if (!load(library, "cuInit", init) || !load(library, "cuDeviceGetCount", count) ||
-      !load(library, "cuDeviceGet", device) || !load(library, "cuDeviceGetName", name)) {
-    list.error = "libcuda.so.1 lacks a function of the CUDA driver interface";
-    return list;
-  }
-
-  const auto failed = [&](const char* call, Result result) {
-    if (result == success) return false;
-    list.error = result == no_device ? "the CUDA driver sees no device"
-                                     : std::string(call) + " failed with CUDA error " + std::to_string(result);
-    return true;
-  };
-  int devices = 0;
-  if (failed("cuInit", init(0)) || failed("cuDeviceGetCount", count(&devices))) return list;
-  for (int i = 0; i < devices; ++i) {
-    Device handle = 0;
-    std::array<char, 256> text{};
-    if (failed("cuDeviceGet", device(&handle, i)) ||
-        failed("cuDeviceGetName", name(text.data(), static_cast<int>(text.size()) - 1, handle)))
-      return list;
-    list.names.emplace_back(text.data());
-  }
+const DeviceList& list_devices() {
+  static const DeviceList list = ask();
   return list;
+}
+
+std::string architecture(int compute_major, int compute_minor) {
+  return fmt::format("sm_{}{}{}", compute_major, compute_minor, compute_major >= 9 ? "a" : "");
 }
 
 }  // namespace headrace::cuda
