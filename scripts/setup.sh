@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # setup.sh GROUP...: installs what is missing of the groups build, test and ci of packages.txt. It needs
-# root only if something is missing, and asks no question.
+# root only if a Debian package is missing, and asks no question. Python packages (NVIDIA's compiler for GPU
+# kernels, and its disassembler) go to build/tools and nowhere else; without them everything builds, but
+# kernels are compiled at run time.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 (($#)) || set -- build
 
-wanted=()
+wanted=() wheels=()
 for group in "$@"; do
   mapfile -t members < <(sed -n "s/^$group //p" "$here/packages.txt")
   if ((${#members[@]} == 0)); then
@@ -13,8 +15,28 @@ for group in "$@"; do
       sort -u | tr '\n' ' ')" >&2
     exit 2
   fi
-  wanted+=("${members[@]}")
+  for member in "${members[@]}"; do
+    if [[ $member == pip:* ]]; then wheels+=("${member#pip:}"); else wanted+=("$member"); fi
+  done
 done
+
+# Each package in a folder of its own: pip would replace the folder nvidia that all of them share.
+install_wheel() { # NAME==VERSION
+  local name=${1%%==*} version=${1##*==}
+  local folder=$here/../build/tools/$name
+  [[ ! -e $folder/${name//-/_}-$version.dist-info ]] || return 0
+  echo "installing: $1 (build/tools)"
+  rm -rf "$folder" "$folder.unfinished"
+  python3 -m pip install -q --disable-pip-version-check --root-user-action=ignore --no-deps --no-compile \
+    --target "$folder.unfinished" "$1" </dev/null && mv "$folder.unfinished" "$folder"
+}
+
+install_wheels() {
+  local wheel
+  for wheel in "${wheels[@]}"; do
+    install_wheel "$wheel" || echo "warning: $wheel was not installed; GPU kernels are not compiled or checked here" >&2
+  done
+}
 
 if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
   if [[ ${HEADRACE_SKIP_SETUP:-} ]]; then exit 0; fi
@@ -34,7 +56,10 @@ for package in "${wanted[@]}"; do
     missing+=("$package")
   fi
 done
-((${#missing[@]})) || exit 0
+if ((${#missing[@]} == 0)); then
+  install_wheels
+  exit 0
+fi
 
 if (($(id -u) != 0)); then
   echo "These packages are missing and installing them needs root:" >&2
@@ -47,3 +72,4 @@ export DEBIAN_FRONTEND=noninteractive
 install() { apt-get install -y -q --no-install-recommends "${missing[@]}" </dev/null; }
 # The package lists may be absent or too old to name files that still exist.
 install || { apt-get update -q && install; }
+install_wheels

@@ -6,6 +6,10 @@
 
 #include "cpu/targets.hpp"
 #include "cuda/driver/devices.hpp"
+#include "cuda/driver/disk_cache.hpp"
+#include "cuda/driver/driver.hpp"
+#include "cuda/driver/nvrtc.hpp"
+#include "cuda/driver/precompiled.hpp"
 #include "headrace/headrace.h"
 
 namespace {
@@ -23,10 +27,32 @@ Json simd() {
 }
 
 Json gpu() {
-  const headrace::cuda::DeviceList list = headrace::cuda::list_devices();
-  Json report = {{"driver_found", list.driver_found}, {"devices", Json::array()}};
-  for (const std::string& name : list.names) report["devices"].push_back({{"name", name}});
+  namespace cuda = headrace::cuda;
+  const cuda::DriverStatus& driver = cuda::driver_status();
+  const cuda::DeviceList& list = cuda::list_devices();
+  Json report = {{"driver_found", driver.found}, {"driver_version", nullptr}, {"devices", Json::array()}};
+  if (driver.version != 0) report["driver_version"] = cuda::version_text(driver.version);
+  for (const cuda::Device& device : list.devices)
+    report["devices"].push_back(
+        {{"name", device.name},
+         {"compute_capability", std::to_string(device.compute_major) + "." + std::to_string(device.compute_minor)},
+         {"multiprocessors", device.multiprocessors},
+         {"memory_bytes", device.memory_bytes}});
   if (!list.error.empty()) report["error"] = list.error;
+
+  const cuda::NvrtcStatus& nvrtc = cuda::nvrtc_status();
+  report["nvrtc"] = {{"version", nullptr}};
+  if (nvrtc.error.empty())
+    report["nvrtc"] = {{"version", cuda::version_text(nvrtc.version)}, {"path", nvrtc.path}};
+  else
+    report["nvrtc"]["error"] = nvrtc.error;
+
+  const cuda::PrecompiledSize precompiled = cuda::precompiled_size();
+  report["precompiled"] = {{"kernels", precompiled.kernels}, {"bytes", precompiled.bytes}};
+  const cuda::DiskCache cache(cuda::DiskCache::default_folder());
+  const cuda::DiskCache::Usage usage = cache.usage();
+  report["cache"] = {{"folder", nullptr}, {"kernels", usage.entries}, {"bytes", usage.bytes}};
+  if (!cache.folder().empty()) report["cache"]["folder"] = cache.folder();
   return report;
 }
 

@@ -1,0 +1,3 @@
+#pragma once
+
+inline float offset(long long i) { return static_cast<float>(i % 7); }
