@@ -1,0 +1,198 @@
+// A libcuda.so.1 without a GPU: contexts, modules and functions as the driver keeps them, and nothing that computes.
+// The tests of the driver layer load it in place of the real one. Two devices of compute capability 9.0, unless
+// HEADRACE_FAKE_DRIVER says otherwise: "no device", "old" (a driver that lacks a function), "refuse" (takes no module).
+#include <atomic>
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cuda/driver/abi.hpp"
+
+namespace headrace::cuda {
+
+struct CUctx_st {
+  CUdevice device = 0;
+  unsigned long long id = 0;
+};
+
+struct CUfunc_st {
+  int dynamic_shared = 0;
+};
+
+struct CUmod_st {
+  CUfunc_st function;
+};
+
+namespace {
+
+std::atomic<unsigned long long> next_id = 1;
+std::atomic<int> loads = 0;
+thread_local std::vector<CUcontext> stack;
+thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+bool behaves(std::string_view how) {
+  const char* wanted = std::getenv("HEADRACE_FAKE_DRIVER");
+  return wanted != nullptr && wanted == how;
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT CUresult cuInit(unsigned) { return behaves("no device") ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS; }
+EXPORT CUresult cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuGetErrorName(CUresult, const char** text) {
+  *text = "CUDA_ERROR_FAKE";
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuGetErrorString(CUresult, const char** text) {
+  *text = "a fake error";
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDeviceGetCount(int* count) {
+  *count = 2;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  if (ordinal < 0 || ordinal > 1) return CUDA_ERROR_INVALID_DEVICE;
+  *device = ordinal;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDeviceGetName(char* name, int, CUdevice device) {
+  std::strcpy(name, device == 0 ? "Fake 0" : "Fake 1");
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  switch (attribute) {
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+      *value = 132;
+      break;
+    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE:
+      *value = 50 << 20;
+      break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+      *value = 9;
+      break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
+      *value = 0;
+      break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+      *value = 227 << 10;
+      break;
+  }
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDeviceTotalMem_v2(std::size_t* bytes, CUdevice) {
+  *bytes = std::size_t{80} << 30;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  static CUctx_st primary[2] = {{0, next_id++}, {1, next_id++}};
+  *context = &primary[device];
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
+  *context = stack.empty() ? nullptr : stack.back();
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context) {
+  stack.push_back(context);
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+  if (stack.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  *context = stack.back();
+  stack.pop_back();
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
+  if (stack.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  *device = stack.back()->device;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuCtxGetId(CUcontext context, unsigned long long* id) {
+  *id = context->id;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+  // As while another thread captures a stream: unsafe calls are refused unless the thread has said otherwise.
+  if (capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_ERROR_INVALID_VALUE;
+  if (behaves("refuse") || std::memcmp(image, "\177ELF", 4) != 0) return CUDA_ERROR_INVALID_IMAGE;
+  ++loads;
+  *module = new CUmod_st;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char*) {
+  *function = &module->function;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction function) {
+  *value = attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES ? function->dynamic_shared : 16;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute, int value) {
+  function->dynamic_shared = value;
+  return CUDA_SUCCESS;
+}
+
+// NVRTC asks the driver, if there is one, for a table of functions that it may use in its place. The first word of a
+// table is its size: this one has none.
+EXPORT CUresult cuGetExportTable(const void** table, const void*) {
+  static const std::size_t empty = sizeof(std::size_t);
+  *table = &empty;
+  return CUDA_SUCCESS;
+}
+
+// What no test here calls. They must be there: a driver that lacks a function is refused.
+#define UNUSED(name) \
+  EXPORT CUresult name() { return CUDA_ERROR_NOT_FOUND; }
+UNUSED(cuCtxSynchronize)
+UNUSED(cuModuleUnload)
+UNUSED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
+UNUSED(cuLaunchKernelEx)
+UNUSED(cuMemAlloc_v2)
+UNUSED(cuMemFree_v2)
+UNUSED(cuMemAllocAsync)
+UNUSED(cuMemFreeAsync)
+UNUSED(cuMemsetD8Async)
+UNUSED(cuMemsetD32Async)
+UNUSED(cuMemcpyHtoD_v2)
+UNUSED(cuMemcpyDtoH_v2)
+UNUSED(cuMemcpyHtoDAsync_v2)
+UNUSED(cuMemcpyDtoHAsync_v2)
+UNUSED(cuMemcpyDtoDAsync_v2)
+UNUSED(cuPointerGetAttribute)
+UNUSED(cuStreamCreate)
+UNUSED(cuStreamDestroy_v2)
+UNUSED(cuStreamSynchronize)
+UNUSED(cuStreamIsCapturing)
+UNUSED(cuStreamBeginCapture_v2)
+UNUSED(cuStreamEndCapture)
+UNUSED(cuGraphInstantiateWithFlags)
+UNUSED(cuGraphLaunch)
+UNUSED(cuGraphExecDestroy)
+UNUSED(cuGraphDestroy)
+UNUSED(cuEventCreate)
+UNUSED(cuEventDestroy_v2)
+UNUSED(cuEventRecord)
+UNUSED(cuEventSynchronize)
+UNUSED(cuEventElapsedTime)
+#ifndef HEADRACE_OLD_DRIVER
+UNUSED(cuTensorMapEncodeTiled)
+#endif
+
+// For the tests: how many modules have been loaded, and a context that is not a primary one.
+EXPORT int fake_module_loads() { return loads; }
+EXPORT CUcontext fake_new_context(CUdevice device) { return new CUctx_st{device, next_id++}; }
+
+}  // namespace headrace::cuda
