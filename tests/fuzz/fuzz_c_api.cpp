@@ -161,6 +161,11 @@ class Fuzz {
     return t;
   }
 
+  // x + by, with a wrap at the ends.
+  static std::int64_t shifted(std::int64_t x, std::int64_t by) {
+    return static_cast<std::int64_t>(static_cast<std::uint64_t>(x) + static_cast<std::uint64_t>(by));
+  }
+
   // Breaks a tensor in one place.
   void damage(hr_tensor& t) {
     const int i = static_cast<int>(in(0, 3));
@@ -175,13 +180,13 @@ class Fuzz {
         t.shape[i] = odd_number();
         break;
       case 3:
-        t.shape[i] += in(-1, 1);
+        t.shape[i] = shifted(t.shape[i], in(-1, 1));
         break;
       case 4:
         t.stride[i] = odd_number();
         break;
       default:
-        t.stride[i] += in(-2, 2);
+        t.stride[i] = shifted(t.stride[i], in(-2, 2));
     }
   }
 
