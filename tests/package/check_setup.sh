@@ -12,6 +12,9 @@ run() { PATH=$stubs:$PATH "$setup" "$@" >"$stubs/output" 2>&1; }
 stub dpkg-query '[[ $* == *libfmt-dev* ]] && exit 1; echo installed'
 stub apt-get "echo \"\$*\" >>$stubs/apt"
 
+# No Python package can be had, which is no error.
+stub python3 "echo \"\$*\" >>$stubs/pip; exit 1"
+
 stub id 'echo 1000'
 if run build test; then fail 'missing packages without root must be an error'; fi
 grep -q 'apt-get install .* libfmt-dev$' "$stubs/output" || fail 'must name exactly the missing packages'

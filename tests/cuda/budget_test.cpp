@@ -1,0 +1,147 @@
+// What every kernel of the standard set, and a sample of those that are compiled on demand, may use of the GPU:
+// measured from the cubin, held against budget.txt. No GPU is needed.
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "cuda/driver/cubin.hpp"
+#include "cuda/driver/precompiled.hpp"
+#include "cuda/standard_set.hpp"
+#include "on_demand_sample.hpp"
+#include "sass.hpp"
+#include "test_kernels.hpp"
+
+namespace headrace::cuda {
+namespace {
+
+// The columns of budget.txt: all are at most, but tensor instructions, of which there are at least so many.
+struct Budget {
+  int registers = 0, stack_bytes = 0, static_shared = 0, dynamic_shared = 0;
+  int tensor_instructions = 0, local_accesses = 0, loop_local_accesses = 0;
+};
+
+std::string line_of(const Budget& b, const std::string& name) {
+  return fmt::format("{:9} {:5} {:6} {:7} {:6} {:5} {:4}  {}", b.registers, b.stack_bytes, b.static_shared,
+                     b.dynamic_shared, b.tensor_instructions, b.local_accesses, b.loop_local_accesses, name);
+}
+
+std::map<std::string, Budget> read_budgets() {
+  std::map<std::string, Budget> budgets;
+  std::ifstream file(HEADRACE_TEST_BUDGET);
+  for (std::string line; std::getline(file, line);) {
+    if (line.empty() || line[0] == '#') continue;
+    std::istringstream words(line);
+    Budget b;
+    std::string name;
+    words >> b.registers >> b.stack_bytes >> b.static_shared >> b.dynamic_shared >> b.tensor_instructions >>
+        b.local_accesses >> b.loop_local_accesses >> std::ws;
+    std::getline(words, name);
+    EXPECT_TRUE(words && budgets.emplace(name, b).second) << "budget.txt: " << line;
+  }
+  return budgets;
+}
+
+Budget measure(const KernelSource& source) {
+  const std::string architecture(standard_architecture);
+  std::string cubin;
+  if (const auto precompiled = find_precompiled(digest_of(source, architecture))) {
+    cubin = *precompiled;
+  } else {
+    const Compiled compiled = compile(source, architecture);
+    EXPECT_THAT(compiled.log, testing::Not(testing::HasSubstr("are serialized")));
+    cubin = compiled.cubin;
+  }
+  const CubinReport report = inspect_cubin(cubin, source.entry);
+  const SassReport sass = count_instructions(disassemble(cubin));
+  return {report.registers,         report.stack_bytes,  report.static_shared,    report.dynamic_shared,
+          sass.tensor_instructions, sass.local_accesses, sass.loop_local_accesses};
+}
+
+std::vector<KernelSource> all_kernels() {
+  std::vector<KernelSource> kernels = standard_set();
+  for (KernelSource& kernel : on_demand_sample()) kernels.push_back(std::move(kernel));
+  return kernels;
+}
+
+TEST(Budget, IsKept) {
+  HEADRACE_NEEDS_NVRTC();
+  HEADRACE_SKIP_WITHOUT(!nvdisasm_path().empty(), "no nvdisasm: scripts/setup.sh test installs it");
+  const std::map<std::string, Budget> budgets = read_budgets();
+  for (const KernelSource& kernel : all_kernels()) {
+    const std::string name = name_of(kernel);
+    SCOPED_TRACE(name);
+    const Budget used = measure(kernel);
+    const auto found = budgets.find(name);
+    if (found == budgets.end()) {
+      ADD_FAILURE() << "budget.txt lacks this line:\n" << line_of(used, name);
+      continue;
+    }
+    const Budget& allowed = found->second;
+    EXPECT_LE(used.registers, allowed.registers);
+    EXPECT_LE(used.stack_bytes, allowed.stack_bytes);
+    EXPECT_LE(used.static_shared, allowed.static_shared);
+    EXPECT_LE(used.dynamic_shared, allowed.dynamic_shared);
+    EXPECT_GE(used.tensor_instructions, allowed.tensor_instructions);
+    EXPECT_LE(used.local_accesses, allowed.local_accesses);
+    EXPECT_LE(used.loop_local_accesses, allowed.loop_local_accesses);
+    if (testing::Test::HasFailure()) std::printf("measured:\n%s\n", line_of(used, name).c_str());
+  }
+}
+
+TEST(Budget, HasNoLineOfAKernelThatIsGone) {
+  std::set<std::string> names;
+  for (const KernelSource& kernel : all_kernels()) EXPECT_TRUE(names.insert(name_of(kernel)).second) << name_of(kernel);
+  for (const auto& [name, budget] : read_budgets()) EXPECT_TRUE(names.contains(name)) << name;
+}
+
+// What no kernel of ours may do is seen where it is done.
+TEST(Budget, SeesSpillsAndTensorInstructions) {
+  HEADRACE_NEEDS_NVRTC();
+  HEADRACE_SKIP_WITHOUT(!nvdisasm_path().empty(), "no nvdisasm: scripts/setup.sh test installs it");
+  const Budget spill = measure({"spill", "test/spill.cuh", {}});
+  EXPECT_GT(spill.stack_bytes, 0);
+  EXPECT_GT(spill.local_accesses, 0);
+  EXPECT_EQ(spill.tensor_instructions, 0);
+}
+
+// A build with NVRTC has every kernel of the set in its pack, under the digest that a call looks for.
+TEST(StandardSet, IsEmbedded) {
+  if (!HEADRACE_TEST_PRECOMPILED) GTEST_SKIP() << "this build has no precompiled kernels";
+  for (const KernelSource& kernel : standard_set())
+    EXPECT_TRUE(find_precompiled(digest_of(kernel, std::string(standard_architecture)))) << name_of(kernel);
+  EXPECT_EQ(precompiled_size().kernels, standard_set().size());
+}
+
+TEST(Sass, CountsWhatIsInTheLoops) {
+  const SassReport report = count_instructions(R"(
+  .text.kernel:
+        /*0000*/                   STL [R1], R9 ;
+.L_x_0:
+        /*0010*/                   LDL R9, [R1] ;
+.L_x_1:
+        /*0020*/                   HGMMA.64x8x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0030*/                   STL.64 [R1], R10 ;
+        /*0040*/               @P0 BRA `(.L_x_1) ;
+        /*0050*/               @P1 BRA `(.L_x_2) ;
+        /*0060*/               @P0 BRA `(.L_x_0) ;
+.L_x_2:
+        /*0070*/                   LDL.LU R9, [R1] ;
+.L_x_3:
+        /*0080*/                   LDL R9, [R1] ;
+        /*0090*/                   BRA `(.L_x_3) ;
+)");
+  EXPECT_EQ(report.tensor_instructions, 1);
+  EXPECT_EQ(report.local_accesses, 5);
+  EXPECT_EQ(report.loop_local_accesses, 1) << "only the innermost loop with a tensor instruction counts";
+}
+
+}  // namespace
+}  // namespace headrace::cuda
