@@ -16,7 +16,15 @@ function(headrace_embed_sources output function)
 endfunction()
 
 # Everything that device code may include. A file of src/cuda/kernels that is not listed here cannot be used.
-set(kernel_files)
+set(kernel_files
+  hopper_forward.cuh
+  hopper_forward_params.hpp
+  ptx/math.cuh
+  ptx/mbarrier.cuh
+  ptx/sync.cuh
+  ptx/tma.cuh
+  ptx/wgmma.cuh
+  ptx/wgmma_shapes.cuh)
 set(device_sources
   describe/dropout.hpp=${PROJECT_SOURCE_DIR}/src/describe/dropout.hpp
   headrace/streaming.hpp=${PROJECT_SOURCE_DIR}/include/headrace/streaming.hpp
@@ -34,6 +42,7 @@ set(cuda_compile_sources
   src/cuda/driver/kernel_source.cpp
   src/cuda/driver/nvrtc.cpp
   src/cuda/driver/precompiled.cpp
+  src/cuda/launch/hopper_forward_source.cpp
   src/cuda/standard_set.cpp
   ${embedded_sources})
 

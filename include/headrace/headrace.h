@@ -71,8 +71,12 @@ typedef enum hr_causal { HR_CAUSAL_NONE = 0, HR_CAUSAL_BOTTOM_RIGHT = 1, HR_CAUS
 typedef enum hr_backend {
   HR_BACKEND_AUTO = 0,
   HR_BACKEND_CPU = 1,
-  HR_BACKEND_REFERENCE = 2 /* the float64 oracle: plain, slow, for checking */
+  HR_BACKEND_REFERENCE = 2, /* the float64 oracle: plain, slow, for checking */
+  HR_BACKEND_CUDA = 3       /* what AUTO means where the tensors are on a CUDA device */
 } hr_backend;
+
+/* Where the tensors of a call live, all of them. */
+typedef enum hr_device { HR_DEVICE_CPU = 0, HR_DEVICE_CUDA = 1 } hr_device;
 
 typedef enum hr_pass { HR_FORWARD = 0, HR_BACKWARD = 1 } hr_pass;
 
@@ -139,6 +143,15 @@ typedef struct hr_attention {
   int32_t batch_invariant;           /* the bits of a row do not depend on the rest of the batch, nor on splits */
   int32_t threads;                   /* 0 = what OpenMP would use; else 1 to 1024. Results do not depend on it */
   int32_t backend;                   /* hr_backend */
+
+  /* Where. On CUDA a call works in the context of that device that is current, else in its primary one; it
+   * queues its work on the stream and returns, and a stream capture may record it. The metadata (cu_seqlens,
+   * seqused) is on the host on every device.
+   * CUDA, at present: forward; float16 and bfloat16; head_dim and value_dim up to 256; Hopper GPUs; dense batches
+   * without seqused; rows of q, k and v on multiples of 16 bytes. Anything else is HR_ERROR_UNSUPPORTED. */
+  int32_t device;       /* hr_device */
+  int32_t device_index; /* of the CUDA device, from 0 */
+  void* stream;         /* CUDA: CUstream or cudaStream_t; NULL is the default stream. Not part of a plan */
 } hr_attention;
 
 /* Every tensor absent, every option at its default. */

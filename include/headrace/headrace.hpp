@@ -43,7 +43,10 @@ enum class Backend : std::int32_t {
   automatic = HR_BACKEND_AUTO,
   cpu = HR_BACKEND_CPU,
   reference = HR_BACKEND_REFERENCE,
+  cuda = HR_BACKEND_CUDA,
 };
+
+enum class Device : std::int32_t { cpu = HR_DEVICE_CPU, cuda = HR_DEVICE_CUDA };
 
 enum class Pass : std::int32_t { forward = HR_FORWARD, backward = HR_BACKWARD };
 
@@ -126,6 +129,9 @@ struct Attention {
   bool batch_invariant = false;
   int threads = 0;
   Backend backend = Backend::automatic;
+  Device device = Device::cpu;  // where the tensors live
+  int device_index = 0;
+  void* stream = nullptr;  // CUDA
 
   [[nodiscard]] hr_attention c() const {
     hr_attention a;
@@ -151,6 +157,7 @@ struct Attention {
     a.softcap = softcap, a.dropout_p = dropout_p, a.seed = seed;
     a.deterministic = deterministic, a.batch_invariant = batch_invariant;
     a.threads = threads, a.backend = static_cast<std::int32_t>(backend);
+    a.device = static_cast<std::int32_t>(device), a.device_index = device_index, a.stream = stream;
     return a;
   }
 };

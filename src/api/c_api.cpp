@@ -101,9 +101,9 @@ hr_status hr_plan_create(const hr_attention* attention, hr_pass pass, hr_plan** 
     *plan = nullptr;
     headrace::not_null("attention", attention);
     auto made = std::make_unique<hr_plan>(*attention, headrace::pass_of(pass));
-    // The block mask may be read here only: its memory need not outlive this call.
-    made->explanation =
-        headrace::explain(made->problem, *made->kernel, static_cast<const std::uint8_t*>(attention->block_mask.data));
+    // The block mask may be read here only: its memory need not outlive this call. On a device it cannot be read.
+    const void* block_mask = made->problem.device == HR_DEVICE_CPU ? attention->block_mask.data : nullptr;
+    made->explanation = headrace::explain(made->problem, *made->kernel, static_cast<const std::uint8_t*>(block_mask));
     *plan = made.release();
   });
 }

@@ -80,6 +80,8 @@ void same_options(const hr_attention& a, const hr_attention& planned) {
   same("batch_invariant", a.batch_invariant != 0, planned.batch_invariant != 0);
   same("threads", a.threads, planned.threads);
   same("backend", a.backend, planned.backend);
+  same("device", a.device, planned.device);
+  same("device_index", a.device_index, planned.device_index);
 }
 
 void same_tensor(const char* name, const hr_tensor& t, const hr_tensor& planned) {
@@ -141,6 +143,7 @@ Buffers bind(const hr_attention& planned, const hr_attention& attention, Pass pa
   b.alibi_slopes = static_cast<const float*>(data(attention.alibi_slopes));
   b.sinks = static_cast<const float*>(data(attention.sinks));
   b.block_mask = static_cast<const std::uint8_t*>(data(attention.block_mask));
+  b.stream = attention.stream;
   if (pass == Pass::backward) {
     b.dout = data(attention.dout);
     b.dlse = data(attention.dlse);

@@ -93,6 +93,8 @@ struct Problem {
   bool deterministic = false, batch_invariant = false;
   int threads = 0;
   hr_backend backend = HR_BACKEND_AUTO;
+  hr_device device = HR_DEVICE_CPU;
+  int device_index = 0;
 
   // Query heads that read one key-value head. heads_q == heads_kv == 0 is legal.
   [[nodiscard]] std::int64_t group() const { return heads_kv == 0 ? 0 : heads_q / heads_kv; }
@@ -116,6 +118,7 @@ struct Buffers {
   const void *dout = nullptr, *dlse = nullptr;
   void *dq = nullptr, *dk = nullptr, *dv = nullptr, *dbias = nullptr;
   float* dsinks = nullptr;
+  void* stream = nullptr;  // of a CUDA device
 };
 
 // The visibility of sequence b, query head h, by position and block mask: the input of every tile walk.

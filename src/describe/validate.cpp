@@ -46,8 +46,15 @@ class Validator {
       invalid("struct_size: is {}; it must be {}: start from hr_attention_init", a_.struct_size, sizeof(hr_attention));
     if (a_.causal < HR_CAUSAL_NONE || a_.causal > HR_CAUSAL_TOP_LEFT)
       invalid("causal: is {}; it must be 0 (none), 1 (bottom-right) or 2 (top-left)", a_.causal);
-    if (a_.backend < HR_BACKEND_AUTO || a_.backend > HR_BACKEND_REFERENCE)
-      invalid("backend: is {}; it must be 0 (auto), 1 (cpu) or 2 (reference)", a_.backend);
+    if (a_.backend < HR_BACKEND_AUTO || a_.backend > HR_BACKEND_CUDA)
+      invalid("backend: is {}; it must be 0 (auto), 1 (cpu), 2 (reference) or 3 (cuda)", a_.backend);
+    if (a_.device < HR_DEVICE_CPU || a_.device > HR_DEVICE_CUDA)
+      invalid("device: is {}; it must be 0 (cpu) or 1 (cuda)", a_.device);
+    const bool on_cuda = a_.device == HR_DEVICE_CUDA;
+    if (a_.backend != HR_BACKEND_AUTO && on_cuda != (a_.backend == HR_BACKEND_CUDA))
+      invalid("backend: is {} ({}), but the tensors are on device {} ({})", a_.backend,
+              a_.backend == HR_BACKEND_CUDA ? "cuda" : "cpu or reference", a_.device, on_cuda ? "cuda" : "cpu");
+    if (a_.device_index < 0) invalid("device_index: is {}; it must not be negative", a_.device_index);
     if (a_.has_scale != 0 && !std::isfinite(a_.scale)) invalid("scale: is {}; it must be finite", a_.scale);
     if (!std::isfinite(a_.softcap) || a_.softcap < 0)
       invalid("softcap: is {}; it must be finite, and 0 (none) or above", a_.softcap);
@@ -57,6 +64,8 @@ class Validator {
 
     p_.causal = static_cast<hr_causal>(a_.causal);
     p_.backend = static_cast<hr_backend>(a_.backend);
+    p_.device = static_cast<hr_device>(a_.device);
+    p_.device_index = a_.device_index;
     p_.window_left = a_.window_left;
     p_.window_right = a_.window_right;
     p_.softcap = a_.softcap;

@@ -22,7 +22,7 @@ using Json = nlohmann::ordered_json;
 std::string_view limit_of(const IoModel& model, const KernelReport& report) {
   if (model.flops == 0) return "none";
   if (report.tasks < report.available_threads) return "parallelism";
-  return model.intensity() < cpu_flops_per_byte ? "memory" : "compute";
+  return model.intensity() < report.flops_per_byte ? "memory" : "compute";
 }
 
 std::string bytes_text(double bytes) {
@@ -82,7 +82,9 @@ Explanation explain(const Problem& p, const Kernel& kernel, const std::uint8_t* 
   const std::string_view limit = limit_of(model, report);
   const std::vector<std::string> options = options_of(p);
   const std::string_view pass = p.pass == Pass::forward ? "forward" : "backward";
-  const std::string_view backend = p.backend == HR_BACKEND_REFERENCE ? "reference" : "cpu";
+  const std::string_view backend = p.device == HR_DEVICE_CUDA          ? "cuda"
+                                   : p.backend == HR_BACKEND_REFERENCE ? "reference"
+                                                                       : "cpu";
   std::vector<std::string> notes = report.notes;
   if (!counts.exact)
     notes.push_back(p.has_block_mask && block_mask == nullptr
@@ -128,8 +130,8 @@ Explanation explain(const Problem& p, const Kernel& kernel, const std::uint8_t* 
        fmt::format("batch {}, heads {} (key-value {}), seqlen {} x {}{}, head_dim {}, value_dim {}", p.batch, p.heads_q,
                    p.heads_kv, p.seqlen_q, p.seqlen_k, p.ragged ? " (the longest)" : "", p.head_dim, p.value_dim));
   line("options", options.empty() ? "none" : fmt::format("{}", fmt::join(options, ", ")));
-  line("kernel", fmt::format("{}: {} tasks on {} threads, keys in {} {}", report.name, report.tasks, report.threads,
-                             report.splits, report.splits == 1 ? "part" : "parts"));
+  line("kernel", fmt::format("{}: {} tasks on {} {}s, keys in {} {}", report.name, report.tasks, report.threads,
+                             report.worker, report.splits, report.splits == 1 ? "part" : "parts"));
   line("tiles", fmt::format("{} x {}: {} in all, {} visited, {} of them with an element mask", tile_q, tile_k,
                             count_text(counts.total), count_text(counts.visited), count_text(counts.edge)));
   line("memory",
@@ -140,8 +142,8 @@ Explanation explain(const Problem& p, const Kernel& kernel, const std::uint8_t* 
                            count_text(counts.visible_pairs)));
   line("traffic", fmt::format("{} streaming, {} standard attention", bytes_text(model.bytes_streaming),
                               bytes_text(model.bytes_standard)));
-  line("limit", fmt::format("{}: {:.1f} FLOP a byte (a CPU core balances at about {})", limit, model.intensity(),
-                            cpu_flops_per_byte));
+  line("limit", fmt::format("{}: {:.1f} FLOP a byte (a {} balances at about {})", limit, model.intensity(),
+                            p.device == HR_DEVICE_CUDA ? "GPU" : "CPU core", report.flops_per_byte));
   for (const std::string& note : notes) line("note", note);
   return {text, json.dump(-1, ' ', false, Json::error_handler_t::replace)};
 }

@@ -22,10 +22,6 @@ struct IoModel {
   [[nodiscard]] double intensity() const { return bytes_streaming > 0 ? flops / bytes_streaming : 0; }
 };
 
-// A core of today's CPUs does about this many floating-point operations in the time in which its share of the memory
-// bandwidth brings a byte: 2 x 256-bit fused multiply-adds at 3 GHz against 5 GB/s.
-inline constexpr double cpu_flops_per_byte = 20;
-
 // key_reuse: query tiles of the forward pass that share one reading of a key tile.
 inline IoModel io_model(const Problem& p, const TileCounts& counts, std::int64_t tile_q, std::int64_t tile_k,
                         std::int64_t key_reuse) {

@@ -5,13 +5,8 @@
 namespace {
 
 std::unique_ptr<headrace::Kernel> make_kernel(const headrace::Problem& problem) {
-  switch (problem.backend) {
-    case HR_BACKEND_REFERENCE:
-      return headrace::make_reference_kernel(problem);
-    case HR_BACKEND_AUTO:
-    case HR_BACKEND_CPU:
-      break;
-  }
+  if (problem.device == HR_DEVICE_CUDA) return headrace::make_cuda_kernel(problem);
+  if (problem.backend == HR_BACKEND_REFERENCE) return headrace::make_reference_kernel(problem);
   return headrace::make_cpu_kernel(problem);
 }
 

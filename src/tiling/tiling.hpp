@@ -86,6 +86,13 @@ struct Visibility {
             max_index(0, min_index(seqlen_k, rows.end - 1 + band.hi + 1))};
   }
 
+  // The keys that the band shows to every one of the rows.
+  HEADRACE_HOST_DEVICE constexpr Range keys_of_all_rows(Range rows) const {
+    if (rows.empty() || band.lo > band.hi) return {0, 0};
+    return {max_index(0, min_index(seqlen_k, rows.end - 1 + band.lo)),
+            max_index(0, min_index(seqlen_k, rows.begin + band.hi + 1))};
+  }
+
   // The rows to which the band shows at least one of the keys.
   HEADRACE_HOST_DEVICE constexpr Range rows_of_keys(Range keys) const {
     if (keys.empty() || band.lo > band.hi) return {0, 0};

@@ -1,0 +1,769 @@
+// Attention forward for Hopper: 16-bit inputs, one persistent block an SM, warp-specialised (FlashAttention-3, Shah et
+// al. 2024, section 3). One thread brings q, k and v by TMA into rings of shared memory; kWarpgroups warpgroups have
+// 64 query rows each, keep their rows' state in registers, and take turns on the tensor cores, so that the
+// exponentials of one run while another multiplies. Within a warpgroup S = q k^T of a block is issued before P v of
+// the block before it.
+//
+// The running maximum is not followed (DESIGN of the fast path): exponents are taken relative to a reference, the
+// maximum of the tile's first block. A later score may lie above it, and its p above 1, without harm as long as p and
+// the sums stay finite. So most blocks need no maximum, which costs a tenth of the time; when a thread's sum of a
+// block passes 2^14 the reference is raised by a power of two. If a result is not finite in the end (a score more than
+// 2^127 above the reference, or values near the largest number), the tile is done again at the end with the maximum of
+// every block, and scaled down so that no finite input overflows. Masked blocks use the maximum anyway.
+//
+// Constants of the compilation:
+//   FLOAT16            the type of q, k, v, out: 1 float16, 0 bfloat16
+//   HEAD_DIM, VALUE_DIM multiples of 16 and 32, <= 256; smaller dimensions are filled up with zeros by TMA
+//   WARPGROUPS, KEYS, STAGES, Q_BUFFERS, Q_IN_REGISTERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS   the tile, see the launcher
+//   POSITIVE_SCALE     scale > 0: it is folded into the exponent
+//   LONGEST_FIRST      rows see different numbers of keys
+//   SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, SINKS, DROPOUT   options that are in use
+#include "describe/dropout.hpp"
+#include "hopper_forward_params.hpp"
+#include "tiling/tiling.hpp"
+
+#if FLOAT16
+#define HEADRACE_MMA_TYPE "f16"
+#else
+#define HEADRACE_MMA_TYPE "bf16"
+#endif
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace headrace::cuda {
+
+using Params = HopperForwardParams;
+
+constexpr int kRowsOfWarpgroup = 64;
+constexpr int kRows = WARPGROUPS * kRowsOfWarpgroup;  // queries of a tile
+constexpr int kKeys = KEYS;                           // keys of a block
+constexpr int kThreads = 128 * (WARPGROUPS + 1);
+constexpr int kPanel = 64;  // columns of a panel of shared memory: 128 bytes
+constexpr int kHeadPanels = (HEAD_DIM + kPanel - 1) / kPanel, kValuePanels = (VALUE_DIM + kPanel - 1) / kPanel;
+constexpr int kRedoWords = 64;
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+// Scores are brought to their final value, in units of log2, before the softmax; else the scale is folded into it.
+constexpr bool kFinalScores = SOFTCAP || ALIBI || BIAS || !POSITIVE_SCALE;
+// A mask that is data may hide anything anywhere.
+constexpr bool kDataMask = BIAS || MASK;
+constexpr float kRaiseAbove = 16384.0f;
+// In the second pass p is at most 2^-64 in bfloat16, so that sums of p v cannot overflow; float16 values are too small for that.
+constexpr float kSafeOffset = FLOAT16 ? 0.0f : 64.0f;
+
+using Element = unsigned short;
+
+struct alignas(1024) Shared {
+  Element q[Q_BUFFERS][WARPGROUPS][kHeadPanels][kRowsOfWarpgroup * kPanel];
+  Element k[STAGES][kHeadPanels][kKeys * kPanel];
+  Element v[STAGES][kValuePanels][kKeys * kPanel];
+  unsigned long long q_full[Q_BUFFERS], q_empty[Q_BUFFERS];
+  unsigned long long k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  unsigned redo[kRedoWords];
+  unsigned never_read;
+};
+
+extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
+
+__device__ inline float minus_infinity() { return __int_as_float(static_cast<int>(0xFF800000u)); }
+
+// A tile of queries: rows [m * kRows, ...) of query head h of sequence b.
+struct Tile {
+  int m, h, b;
+};
+
+// Where rows see different numbers of keys, sections of heads, in each the longest tiles of all its heads first.
+__device__ inline Tile tile_of(const Params& p, int t) {
+  int m, sequence_head;
+  if constexpr (LONGEST_FIRST) {
+    const int of_section = p.heads_in_section * p.query_tiles, section = t / of_section, first = section * p.heads_in_section;
+    const int heads = min(p.heads_in_section, p.sequence_heads - first), index = t - section * of_section;
+    m = p.query_tiles - 1 - index / heads;
+    sequence_head = first + index % heads;
+  } else {
+    sequence_head = t / p.query_tiles;
+    m = t - sequence_head * p.query_tiles;
+  }
+  const int b = sequence_head / p.heads_q;
+  return {m, sequence_head - b * p.heads_q, b};
+}
+
+// The n-th tile of this block, or one beyond the last: to and fro over the blocks, which evens out falling lengths.
+__device__ inline int tile_index(int n) {
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  return n * blocks + ((n & 1) != 0 ? blocks - 1 - block : block);
+}
+
+__device__ inline Visibility visibility(const Params& p, const Tile& tile) {
+  Visibility vis{p.band, p.seqlen_q, p.seqlen_k, {}};
+  if constexpr (BLOCK_MASK) {
+    vis.blocks = {p.block_mask + tile.b * p.block_strides.batch + tile.h * p.block_strides.head, p.block_strides.row,
+                  p.block_strides.key, p.block_q, p.block_k};
+  }
+  return vis;
+}
+
+// The blocks of keys that a tile visits, from the last to the first: the edges come first.
+struct Blocks {
+  Visibility vis;
+  Range rows;
+  int next, last;  // next < last: none are left
+
+  __device__ Blocks(const Params& p, const Tile& tile)
+      : vis(visibility(p, tile)),
+        rows{static_cast<Index>(tile.m) * kRows, min_index(p.seqlen_q, static_cast<Index>(tile.m + 1) * kRows)} {
+    const Range keys = vis.keys_of_rows(rows);
+    next = keys.empty() ? -1 : static_cast<int>(ceil_div(keys.end, kKeys)) - 1;
+    last = keys.empty() ? 0 : static_cast<int>(keys.begin / kKeys);
+    skip_hidden();
+  }
+  __device__ bool any() const { return next >= last; }
+  __device__ void advance() {
+    --next;
+    skip_hidden();
+  }
+
+  __device__ Range keys_of(int block) const {
+    return {static_cast<Index>(block) * kKeys, min_index(vis.seqlen_k, static_cast<Index>(block + 1) * kKeys)};
+  }
+
+ private:
+  __device__ void skip_hidden() {
+    if constexpr (BLOCK_MASK) {
+      while (any() && vis.classify(rows, keys_of(next)) == TileKind::hidden) --next;
+    }
+  }
+};
+
+// ---- the producer: one thread ----
+
+struct Producer {
+  const Params& p;
+  const ptx::TensorMap &q, &k, &v;
+  Shared& shared;
+  ptx::RingPosition<Q_BUFFERS> q_ring;
+  ptx::RingPosition<STAGES> k_ring, v_ring;
+
+  __device__ void load_q(const Tile& tile) {
+    const unsigned full = ptx::shared_address(&shared.q_full[q_ring.slot]);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[q_ring.slot]), q_ring.parity ^ 1);
+    ptx::mbarrier_expect(full, sizeof(shared.q[0]));
+    for (int w = 0; w < WARPGROUPS; ++w) {
+      for (int panel = 0; panel < kHeadPanels; ++panel) {
+        ptx::tma_load(ptx::shared_address(shared.q[q_ring.slot][w][panel]), q, full, panel * kPanel,
+                      tile.m * kRows + w * kRowsOfWarpgroup, tile.h, tile.b);
+      }
+    }
+    q_ring.advance();
+  }
+
+  template <int kPanels>
+  __device__ void load_block(Element (&slots)[STAGES][kPanels][kKeys * kPanel], unsigned long long (&full)[STAGES],
+                             unsigned long long (&empty)[STAGES], ptx::RingPosition<STAGES>& ring,
+                             const ptx::TensorMap& map, const Tile& tile, int block) {
+    const unsigned barrier = ptx::shared_address(&full[ring.slot]);
+    ptx::mbarrier_wait(ptx::shared_address(&empty[ring.slot]), ring.parity ^ 1);
+    ptx::mbarrier_expect(barrier, sizeof(slots[0]));
+    for (int panel = 0; panel < kPanels; ++panel) {
+      ptx::tma_load(ptx::shared_address(slots[ring.slot][panel]), map, barrier, panel * kPanel, block * kKeys,
+                    tile.h / p.group, tile.b);
+    }
+    ring.advance();
+  }
+  __device__ void load_k(const Tile& tile, int block) {
+    load_block(shared.k, shared.k_full, shared.k_empty, k_ring, k, tile, block);
+  }
+  __device__ void load_v(const Tile& tile, int block) {
+    load_block(shared.v, shared.v_full, shared.v_empty, v_ring, v, tile, block);
+  }
+
+  // The next of this block's tiles that reads any keys, from number n on; -1 if there is none.
+  template <typename Wanted>
+  __device__ int next_tile(int n, const Wanted& wanted) const {
+    for (; tile_index(n) < p.tiles; ++n) {
+      if (wanted(n) && Blocks(p, tile_of(p, tile_index(n))).any()) return n;
+    }
+    return -1;
+  }
+
+  // v of a block is asked for after k of the block behind it, in the order of use. q of the next tile comes early
+  // where it has room of its own.
+  template <typename Wanted>
+  __device__ void run(const Wanted& wanted) {
+    int n = next_tile(0, wanted);
+    if (n >= 0) load_q(tile_of(p, tile_index(n)));
+    while (n >= 0) {
+      const int following = next_tile(n + 1, wanted);
+      const Tile tile = tile_of(p, tile_index(n));
+      Blocks blocks(p, tile);
+      int before = -1;
+      bool q_loaded = following < 0;
+      for (int step = 0; blocks.any(); ++step, blocks.advance()) {
+        load_k(tile, blocks.next);
+        if (before >= 0) load_v(tile, before);
+        before = blocks.next;
+        if ((Q_BUFFERS > 1 || Q_IN_REGISTERS) && step == 1 && !q_loaded) {
+          load_q(tile_of(p, tile_index(following)));
+          q_loaded = true;
+        }
+      }
+      load_v(tile, before);
+      if (!q_loaded) load_q(tile_of(p, tile_index(following)));
+      n = following;
+    }
+  }
+};
+
+// ---- the consumers: a warpgroup with 64 rows ----
+//
+// A thread has two rows, r = 0 and 1, 8 apart. Of every 8 columns it has two neighbours: element 4 g + 2 r + c is
+// column 8 g + 2 (lane % 4) + c.
+
+struct Consumer {
+  const Params& p;
+  Shared& shared;
+  const int warpgroup, warp, lane;
+  ptx::RingPosition<Q_BUFFERS> q_ring;
+  ptx::RingPosition<STAGES> k_ring, v_ring;
+
+  float s[kKeys / 2];      // scores of a block, then p
+  float o[VALUE_DIM / 2];  // sum of p v
+  unsigned probabilities[kKeys / 4];
+  unsigned q[Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][4];
+  float reference[2], sum[2];  // of the rows; -inf: no key was seen. sum is this thread's share
+
+  Tile tile;
+  int row[2];
+
+  // -- taking turns on the tensor cores: barrier 1 + w is warpgroup w's turn --
+  __device__ void begin_turns() {
+    if (warpgroup == 0) ptx::barrier_arrive(1, 256);
+  }
+  __device__ void wait_turn() { ptx::barrier_sync(1 + warpgroup, 256); }
+  __device__ void pass_turn() { ptx::barrier_arrive(1 + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256); }
+
+  __device__ void release(unsigned long long& barrier) {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+  }
+  // A slot's number, known to the compiler to be the same in all lanes.
+  __device__ static unsigned uniform(unsigned slot) { return __shfl_sync(~0u, slot, 0); }
+
+  // s = q k^T of the block in slot `slot`
+  __device__ void multiply_qk() {
+    const unsigned k = ptx::descriptor_low(ptx::shared_address(shared.k), 16) + uniform(k_ring.slot) * (sizeof(shared.k[0]) / 16);
+    const unsigned q_tile = ptx::descriptor_low(ptx::shared_address(shared.q[0][warpgroup]), 16) +
+                            (Q_BUFFERS == 1 ? 0 : uniform(q_ring.slot) * (sizeof(shared.q[0]) / 16));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      const unsigned long long right = ptx::descriptor(k + (step / 4) * (kKeys * 128 / 16) + (step % 4) * 2);
+      if constexpr (Q_IN_REGISTERS) {
+        if (step == 0) {
+          ptx::Wgmma<kKeys>::rs<0, 0>(s, q[step][0], q[step][1], q[step][2], q[step][3], right);
+        } else {
+          ptx::Wgmma<kKeys>::rs<1, 0>(s, q[step][0], q[step][1], q[step][2], q[step][3], right);
+        }
+      } else {
+        const unsigned long long left = ptx::descriptor(q_tile + (step / 4) * (kRowsOfWarpgroup * 128 / 16) + (step % 4) * 2);
+        if (step == 0) {
+          ptx::Wgmma<kKeys>::ss<0, 0>(s, left, right);
+        } else {
+          ptx::Wgmma<kKeys>::ss<1, 0>(s, left, right);
+        }
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  // o += p v of the block in slot `slot`
+  __device__ void multiply_pv() {
+    const unsigned v = ptx::descriptor_low(ptx::shared_address(shared.v), kKeys * 128) + uniform(v_ring.slot) * (sizeof(shared.v[0]) / 16);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      ptx::Wgmma<VALUE_DIM>::rs<1, 1>(o, probabilities[4 * step], probabilities[4 * step + 1], probabilities[4 * step + 2],
+                                      probabilities[4 * step + 3], ptx::descriptor(v + step * (16 * 128 / 16)));
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ void load_q() {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[q_ring.slot]), q_ring.parity);
+    if constexpr (Q_IN_REGISTERS) {
+      const int r = warp * 16 + (lane & 15);
+      const unsigned address = ptx::shared_address(shared.q[q_ring.slot][warpgroup]) + r * 128;
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 16; ++step) {
+        const int chunk = (step % 4) * 2 + (lane >> 4);  // of 16 bytes; swizzled with the row
+        ptx::load_matrices(q[step], address + (step / 4) * (kRowsOfWarpgroup * 128) + ((chunk ^ (r & 7)) << 4));
+      }
+      __syncwarp();
+      release_q();
+    }
+  }
+  __device__ void release_q() {
+    release(shared.q_empty[q_ring.slot]);
+    q_ring.advance();
+  }
+
+  // -- scores --
+
+  // Brings raw products to scores in units of log2.
+  __device__ void finish_scores(int block) {
+    const float slope = ALIBI ? p.alibi_slopes[tile.b * p.alibi_batch + tile.h * p.alibi_head] : 0.0f;
+#pragma unroll
+    for (int e = 0; e < kKeys / 2; ++e) {
+      const int i = row[(e >> 1) & 1], j = block * kKeys + 8 * (e / 4) + 2 * (lane & 3) + (e & 1);
+      float x = s[e] * p.scale;
+      if constexpr (SOFTCAP) {
+        // tanh(x) = 1 - 2 / (e^2x + 1): exact to an absolute 2^-23, at both ends too.
+        const float exponential = ptx::exp2(2.0f * kLog2E * p.inverse_softcap * fabsf(x));
+        x = copysignf(p.softcap * (1.0f - __fdividef(2.0f, exponential + 1.0f)), x);
+      }
+      if constexpr (BIAS) {
+        float bias = 0.0f;
+        if (i < p.seqlen_q && j < p.seqlen_k) {
+          const long long at = tile.b * p.bias_strides.batch + tile.h * p.bias_strides.head + i * p.bias_strides.row +
+                               j * p.bias_strides.key;
+          bias = BIAS == 2 ? static_cast<const float*>(p.bias)[at] : to_float(static_cast<const Element*>(p.bias)[at]);
+        }
+        x = bias == minus_infinity() ? bias : x + bias;
+      }
+      if constexpr (ALIBI) x -= slope * fabsf(static_cast<float>(i + p.seqlen_k - p.seqlen_q - j));
+      s[e] = x * kLog2E;
+    }
+  }
+  __device__ static float to_float(Element bits) {
+    float x;
+#if FLOAT16
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+#else
+    x = __uint_as_float(static_cast<unsigned>(bits) << 16);
+#endif
+    return x;
+  }
+
+  __device__ void mask_scores(int block) {
+    const int j0 = block * kKeys, column0 = 2 * (lane & 3);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Columns [begin, end) of the block are in the band and the sequence.
+      const Index low = max_index(0, min_index(p.seqlen_k, row[r] + p.band.lo)) - j0;
+      const Index high = max_index(0, min_index(p.seqlen_k, row[r] + p.band.hi + 1)) - j0;
+      const int begin = static_cast<int>(max_index(-1, low)) - column0, end = static_cast<int>(min_index(kKeys, max_index(-1, high))) - column0;
+#pragma unroll
+      for (int g = 0; g < kKeys / 8; ++g) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int column = 8 * g + c;
+          bool visible = column >= begin && column < end;
+          if constexpr (MASK || BLOCK_MASK) visible = visible && visible_by_data(row[r], j0 + column0 + column);
+          if (!visible) s[4 * g + 2 * r + c] = minus_infinity();
+        }
+      }
+    }
+  }
+  __device__ bool visible_by_data(int i, int j) const {
+    if (i >= p.seqlen_q || j >= p.seqlen_k) return false;
+    if constexpr (BLOCK_MASK) {
+      if (!visibility(p, tile).blocks.visible(i, j)) return false;
+    }
+    if constexpr (MASK) {
+      return p.mask[tile.b * p.mask_strides.batch + tile.h * p.mask_strides.head + i * p.mask_strides.row +
+                    j * p.mask_strides.key] != 0;
+    }
+    return true;
+  }
+
+  // -- softmax --
+
+  __device__ float scale_log2() const { return kFinalScores ? 1.0f : p.scale * kLog2E; }
+
+  // Moves the references to the maximum of what was seen, this block included. Returns whether o must be scaled by
+  // factor.
+  __device__ bool raise_to_maximum(float (&factor)[2], float offset) {
+    bool changed = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float a = s[2 * r], b = s[2 * r + 1];
+#pragma unroll
+      for (int g = 1; g < kKeys / 8; ++g) {
+        a = fmaxf(a, s[4 * g + 2 * r]);
+        b = fmaxf(b, s[4 * g + 2 * r + 1]);
+      }
+      a = fmaxf(a, b);
+      a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
+      a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+      const float raised = fmaxf(reference[r], a * scale_log2() + offset);
+      factor[r] = raised == minus_infinity() ? 1.0f : ptx::exp2(reference[r] - raised);
+      changed = changed || factor[r] != 1.0f;
+      reference[r] = raised;
+      sum[r] *= factor[r];
+    }
+    return __any_sync(~0u, changed);
+  }
+
+  __device__ void scale_output(const float (&factor)[2]) {
+#pragma unroll
+    for (int e = 0; e < VALUE_DIM / 2; ++e) o[e] *= factor[(e >> 1) & 1];
+  }
+
+  // Where a block's sum is large the reference is raised by its exponent, and all that was summed, this block too,
+  // scaled down. An infinite sum stays so and is found in the end.
+  __device__ void raise_if_large(const float (&block_sum)[2]) {
+    if (__any_sync(~0u, !(fmaxf(block_sum[0], block_sum[1]) <= kRaiseAbove))) {
+      float factor[2];
+      unsigned packed[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float largest = fmaxf(block_sum[r], __shfl_xor_sync(~0u, block_sum[r], 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        const int limit = FLOAT16 ? 14 : 126;  // 2^-limit must be a normal number of the type
+        const int exponent = min(limit, max(0, (__float_as_int(largest) >> 23) - 127));
+        factor[r] = __int_as_float((127 - exponent) << 23);
+        packed[r] = ptx::pack(factor[r], factor[r]);
+        reference[r] += static_cast<float>(exponent);
+        sum[r] *= factor[r];
+      }
+      scale_output(factor);
+#pragma unroll
+      for (int n = 0; n < kKeys / 4; ++n) probabilities[n] = ptx::multiply_packed(probabilities[n], packed[n & 1]);
+    }
+  }
+
+  // s becomes p, summed and packed. between() is called half-way: it waits for the products that still read the packed
+  // values of the block before.
+  template <typename Between>
+  __device__ void exponentiate(int block, float (&block_sum)[2], const Between& between) {
+    constexpr int kGroups = kKeys / 8, kHalf = kGroups / 2;  // groups of 8 columns, 4 values of a thread
+    const float scale = scale_log2();
+    const float minus_reference[2] = {reference[0] == minus_infinity() ? 0.0f : -reference[0],
+                                      reference[1] == minus_infinity() ? 0.0f : -reference[1]};
+    const auto exponentials = [&](int g) {
+#pragma unroll
+      for (int e = 4 * g; e < 4 * g + 4; ++e) s[e] = ptx::exp2(fmaf(s[e], scale, minus_reference[(e >> 1) & 1]));
+    };
+    // Summed from the last to the first: a sum right behind its exponential would wait for it.
+    const auto sum_pair = [&](int g) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float late = s[4 * g + 4 + 2 * r] + s[4 * g + 4 + 2 * r + 1];
+        block_sum[r] += late + s[4 * g + 2 * r] + s[4 * g + 2 * r + 1];
+      }
+    };
+    const auto pack_group = [&](int g) {
+      probabilities[2 * g] = ptx::pack(s[4 * g], s[4 * g + 1]);
+      probabilities[2 * g + 1] = ptx::pack(s[4 * g + 2], s[4 * g + 3]);
+    };
+    block_sum[0] = block_sum[1] = 0.0f;
+#pragma unroll
+    for (int g = 0; g < kHalf; ++g) {
+      exponentials(g);
+      if (g % 2 == 1 && g > 1) sum_pair(g - 3);
+    }
+    keep_above(block_sum);
+    between();
+#pragma unroll
+    for (int g = kHalf; g < kGroups; ++g) {
+      exponentials(g);
+      if (g % 2 == 1) sum_pair(g - 3);
+      if constexpr (!DROPOUT) {
+        pack_group(2 * (g - kHalf));
+        if (2 * (g - kHalf) + 1 < g) pack_group(2 * (g - kHalf) + 1);
+      }
+    }
+    sum_pair(kGroups - 2);
+    if constexpr (DROPOUT) {
+      drop(block);
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) pack_group(g);
+    } else {
+      pack_group(kGroups - 1);
+    }
+  }
+
+  // The assembler would move the exponentials below the wait that follows; a use, though it never happens, stops it.
+  __device__ void keep_above(const float (&x)[2]) const {
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.eq.f32 p, %0, 0f2F123456;\nsetp.eq.and.f32 q, %1, 0f2F123456, p;\n"
+        "@q st.shared.b32 [%2], %2;\n}" ::"f"(x[0]),
+        "f"(x[1]), "r"(ptx::shared_address(&shared.never_read))
+        : "memory");
+  }
+
+  __device__ void drop(int block) {
+    const unsigned word0 = 2 * (row[0] & 1);
+#pragma unroll
+    for (int e = 0; e < kKeys / 2; e += 2) {
+      const int i = row[(e >> 1) & 1], j = block * kKeys + 8 * (e / 4) + 2 * (lane & 3);
+      const Philox random = Philox::make(static_cast<unsigned>(j >> 1), static_cast<unsigned>(i >> 1),
+                                         static_cast<unsigned>(tile.h), static_cast<unsigned>(tile.b), p.seed);
+      s[e] *= (word0 != 0 ? random.word[2] : random.word[0]) >= p.dropout_threshold ? p.dropout_kept : 0.0f;
+      s[e + 1] *= (word0 != 0 ? random.word[3] : random.word[1]) >= p.dropout_threshold ? p.dropout_kept : 0.0f;
+    }
+  }
+
+  // -- blocks and tiles --
+
+  // One block of keys; edge: some elements are hidden. kFirst: no products of a block before are under way.
+  template <bool kFirst>
+  __device__ void step(int block, bool edge, bool safe) {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[k_ring.slot]), k_ring.parity);
+    wait_turn();
+    multiply_qk();
+    if constexpr (!kFirst) start_pv();
+    pass_turn();
+    ptx::wgmma_wait<kFirst ? 0 : 1>();
+    ptx::pin(s);
+    release(shared.k_empty[k_ring.slot]);
+    k_ring.advance();
+
+    if constexpr (kFinalScores) finish_scores(block);
+    if (edge || MASK) mask_scores(block);
+    const bool unseen = reference[0] == minus_infinity() || reference[1] == minus_infinity();
+    const bool use_maximum = kFirst || kDataMask || safe || edge || __any_sync(~0u, unseen);
+    float factor[2] = {1.0f, 1.0f}, block_sum[2];
+    const bool rescale = use_maximum && raise_to_maximum(factor, safe ? kSafeOffset : 0.0f);
+    exponentiate(block, block_sum, [&] {
+      if constexpr (!kFirst) finish_pv();
+      if (rescale) scale_output(factor);
+    });
+    sum[0] += block_sum[0];
+    sum[1] += block_sum[1];
+    if (!use_maximum) raise_if_large(block_sum);
+  }
+
+  __device__ void start_pv() {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[v_ring.slot]), v_ring.parity);
+    multiply_pv();
+  }
+  __device__ void finish_pv() {
+    ptx::wgmma_wait<0>();
+    ptx::pin(o);
+    release(shared.v_empty[v_ring.slot]);
+    v_ring.advance();
+  }
+
+  // A block that this warpgroup does not need. Its slots are full before they are given back: the phases stay in order.
+  __device__ void skip() {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[k_ring.slot]), k_ring.parity);
+    release(shared.k_empty[k_ring.slot]);
+    k_ring.advance();
+    wait_turn();
+    pass_turn();
+    ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[v_ring.slot]), v_ring.parity);
+    release(shared.v_empty[v_ring.slot]);
+    v_ring.advance();
+  }
+
+  // Returns whether the results are finite.
+  __device__ bool run_tile(Blocks blocks, bool safe) {
+    const int row0 = tile.m * kRows + warpgroup * kRowsOfWarpgroup;
+    row[0] = row0 + warp * 16 + lane / 4;
+    row[1] = row[0] + 8;
+#pragma unroll
+    for (int e = 0; e < VALUE_DIM / 2; ++e) o[e] = 0.0f;
+    reference[0] = reference[1] = minus_infinity();
+    sum[0] = sum[1] = 0.0f;
+    if (blocks.any()) {
+      load_q();
+      // Blocks [seen.begin, seen.end) are visible to a row of the warpgroup, [full.begin, full.end) to each of them.
+      const Range rows{row0, min_index(p.seqlen_q, row0 + kRowsOfWarpgroup)};
+      const Range some = blocks.vis.keys_of_rows(rows), all = blocks.vis.keys_of_all_rows(rows);
+      const int seen_begin = some.empty() ? 0 : static_cast<int>(some.begin / kKeys);
+      const int seen_end = some.empty() ? 0 : static_cast<int>(ceil_div(some.end, kKeys));
+      const int full_begin = static_cast<int>(ceil_div(all.begin, kKeys)), full_end = static_cast<int>(all.end / kKeys);
+      bool pending = false;  // products p v of the block before are still to be made
+      for (; blocks.any(); blocks.advance()) {
+        const int block = blocks.next;
+        bool hidden = block < seen_begin || block >= seen_end;
+        bool edge = block < full_begin || block >= full_end;
+        if constexpr (BLOCK_MASK) {
+          if (!hidden) {
+            const TileKind kind = blocks.vis.classify(rows, blocks.keys_of(block));
+            hidden = kind == TileKind::hidden;
+            edge = edge || kind == TileKind::edge;
+          }
+        }
+        if (hidden) {
+          // Its slot of v may be needed before the next block of this warpgroup is there.
+          if (pending) flush();
+          pending = false;
+          skip();
+        } else if (pending) {
+          step<false>(block, edge, safe);
+        } else {
+          step<true>(block, edge, safe);
+          pending = true;
+        }
+      }
+      if constexpr (!Q_IN_REGISTERS) release_q();
+      if (pending) flush();
+    }
+    return write();
+  }
+  __device__ void flush() {
+    start_pv();
+    finish_pv();
+  }
+
+  // -- results --
+
+  // out = o / sum and lse. Returns whether all is finite.
+  __device__ bool write() {
+    float inverse[2], not_finite = 0.0f;  // becomes NaN
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total = sum[r] + __shfl_xor_sync(~0u, sum[r], 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      not_finite += total * 0.0f;
+      float top = reference[r], kept = 1.0f;
+      if constexpr (SINKS) {
+        const float sink = p.sinks[tile.h * p.sinks_stride] * kLog2E;
+        top = fmaxf(top, sink);
+        if (top != minus_infinity()) {
+          kept = ptx::exp2(reference[r] - top);
+          total = total * kept + ptx::exp2(sink - top);
+        }
+      }
+      inverse[r] = total == 0.0f ? 0.0f : kept / total;
+      if (p.lse != nullptr && (lane & 3) == 0 && row[r] < p.seqlen_q) {
+        p.lse[tile.b * p.lse_strides.s0 + tile.h * p.lse_strides.s1 + row[r] * p.lse_strides.s2] =
+            total == 0.0f ? minus_infinity() : (top + ptx::log2(total)) * kLn2;
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < VALUE_DIM / 2; ++e) {
+      not_finite += o[e] * 0.0f;
+      o[e] *= inverse[(e >> 1) & 1];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (p.vector_out) {
+        write_row_by_vectors(r);
+      } else {
+        write_row(r);
+      }
+    }
+    return not_finite == 0.0f;
+  }
+
+  __device__ Element* out_row(int r) const {
+    return static_cast<Element*>(p.out) + tile.b * p.out_strides.s0 + row[r] * p.out_strides.s1 + tile.h * p.out_strides.s2;
+  }
+
+  // Of 32 columns each lane of four has two of every 8; a transposition among the four gives each 8 neighbours.
+  __device__ void write_row_by_vectors(int r) {
+    const int quarter = lane & 3;
+#pragma unroll
+    for (int i = 0; i < VALUE_DIM / 32; ++i) {
+      unsigned word[4];
+#pragma unroll
+      for (int g = 0; g < 4; ++g) word[g] = ptx::pack(o[4 * (4 * i + g) + 2 * r], o[4 * (4 * i + g) + 2 * r + 1]);
+      exchange(word[0], word[1], 1);
+      exchange(word[2], word[3], 1);
+      exchange(word[0], word[2], 2);
+      exchange(word[1], word[3], 2);
+      const int column = 32 * i + 8 * quarter;
+      if (row[r] < p.seqlen_q && column < p.value_dim)
+        *reinterpret_cast<uint4*>(out_row(r) + column) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+  }
+  // Between a lane and its neighbour at distance `bit`: the lower lane gives its b for the upper one's a.
+  __device__ void exchange(unsigned& a, unsigned& b, int bit) const {
+    const bool upper = (lane & bit) != 0;
+    const unsigned received = __shfl_xor_sync(~0u, upper ? a : b, bit);
+    if (upper) {
+      a = received;
+    } else {
+      b = received;
+    }
+  }
+
+  __device__ void write_row(int r) {
+    if (row[r] >= p.seqlen_q) return;
+#pragma unroll
+    for (int g = 0; g < VALUE_DIM / 8; ++g) {
+      const int column = 8 * g + 2 * (lane & 3);
+      const unsigned pair = ptx::pack(o[4 * g + 2 * r], o[4 * g + 2 * r + 1]);
+      if (column < p.value_dim) out_row(r)[column] = static_cast<Element>(pair);
+      if (column + 1 < p.value_dim) out_row(r)[column + 1] = static_cast<Element>(pair >> 16);
+    }
+  }
+
+  // -- all tiles of this block --
+
+  template <typename Wanted>
+  __device__ void run(const Wanted& wanted, bool safe) {
+    for (int n = 0; tile_index(n) < p.tiles; ++n) {
+      if (!wanted(n)) continue;
+      tile = tile_of(p, tile_index(n));
+      const bool finite = run_tile(Blocks(p, tile), safe);
+      if (!__all_sync(~0u, finite) && !safe && lane == 0) {
+        const int bit = n >> p.redo_shift;
+        atomicOr(&shared.redo[bit / 32], 1u << (bit % 32));
+      }
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    hopper_forward(const __grid_constant__ ptx::TensorMap q, const __grid_constant__ ptx::TensorMap k,
+                   const __grid_constant__ ptx::TensorMap v, const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) {
+    constexpr int kConsumerWarps = 4 * WARPGROUPS;
+    const auto init = [](unsigned long long& barrier, unsigned arrivals) {
+      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+    };
+    for (int n = 0; n < Q_BUFFERS; ++n) {
+      init(shared.q_full[n], 1);
+      init(shared.q_empty[n], kConsumerWarps);
+    }
+    for (int n = 0; n < STAGES; ++n) {
+      init(shared.k_full[n], 1);
+      init(shared.k_empty[n], kConsumerWarps);
+      init(shared.v_full[n], 1);
+      init(shared.v_empty[n], kConsumerWarps);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  if (thread < kRedoWords) shared.redo[thread] = 0;
+  __syncthreads();
+
+  const auto every_tile = [](int) { return true; };
+  const auto to_be_redone = [&](int n) {
+    const int bit = n >> p.redo_shift;
+    return (shared.redo[bit / 32] >> (bit % 32) & 1) != 0;
+  };
+  const auto any_to_be_redone = [&] {
+    ptx::barrier_sync(0, kThreads);
+    unsigned any = 0;
+    for (int n = 0; n < kRedoWords; ++n) any |= shared.redo[n];
+    return any != 0;
+  };
+
+  const int warpgroup = __shfl_sync(~0u, thread / 128, 0);
+  if (warpgroup == 0) {
+    ptx::give_registers<PRODUCER_REGISTERS>();
+    Producer producer{p, q, k, v, shared, {}, {}, {}};
+    if (thread == 0) producer.run(every_tile);
+    __syncwarp();
+    if (any_to_be_redone() && thread == 0) producer.run(to_be_redone);
+  } else {
+    ptx::take_registers<CONSUMER_REGISTERS>();
+    Consumer consumer{.p = p, .shared = shared, .warpgroup = warpgroup - 1, .warp = (thread / 32) & 3, .lane = thread & 31};
+    consumer.begin_turns();
+    for (int pass = 0; pass < 2; ++pass) {
+      const bool safe = pass == 1;
+      if (safe && !any_to_be_redone()) break;
+      consumer.run([&](int n) { return !safe || to_be_redone(n); }, safe);
+    }
+  }
+}
+
+}  // namespace headrace::cuda

@@ -1,0 +1,85 @@
+// Chooses the kernel of a problem on a CUDA device.
+#include "cuda/launch/cuda_kernel.hpp"
+
+#include <fmt/format.h>
+
+#include "cuda/driver/context.hpp"
+#include "cuda/driver/driver.hpp"
+#include "describe/tensor_view.hpp"
+
+namespace headrace {
+namespace cuda {
+namespace {
+
+[[noreturn]] void unsupported(const std::string& message) { throw Failure(HR_ERROR_UNSUPPORTED, message); }
+
+int attribute(CUdevice device, CUdevice_attribute which) {
+  int value = 0;
+  check(driver().cuDeviceGetAttribute(&value, which, device), "cuDeviceGetAttribute");
+  return value;
+}
+
+void check_supported(const Problem& p) {
+  if (p.pass == Pass::backward) unsupported("pass: is backward; on CUDA there is only the forward pass so far");
+  if (p.dtype != HR_FLOAT16 && p.dtype != HR_BFLOAT16)
+    unsupported(fmt::format("q: dtype is {}; on CUDA it must be float16 or bfloat16", dtype_name(p.dtype)));
+  constexpr std::int64_t largest = 256;
+  if (p.head_dim > largest) unsupported(fmt::format("q: head_dim is {}; on CUDA it must be at most 256", p.head_dim));
+  if (p.value_dim > largest)
+    unsupported(fmt::format("v: value_dim is {}; on CUDA it must be at most 256", p.value_dim));
+  if (p.ragged) unsupported("cu_seqlens_q: ragged batches are not yet supported on CUDA");
+  for (const Sequence& s : p.sequences) {
+    if (s.q_len != p.seqlen_q || s.k_len != p.seqlen_k || s.q_begin != 0 || s.k_begin != 0)
+      unsupported("seqused_q, seqused_k: not yet supported on CUDA");
+  }
+  if (!p.unused_q.empty() || !p.unused_k.empty()) unsupported("seqused_q, seqused_k: not yet supported on CUDA");
+}
+
+}  // namespace
+
+void check_pointers(const Problem& p, const Buffers& b) {
+  const auto check_one = [&](const char* name, const void* data) {
+    if (data == nullptr) return;
+    unsigned type = 0;
+    const CUresult result =
+        driver().cuPointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, reinterpret_cast<CUdeviceptr>(data));
+    if (result == CUDA_SUCCESS) return;
+    if (result != CUDA_ERROR_INVALID_VALUE) throw_driver_error(result, "cuPointerGetAttribute");
+    throw Failure(HR_ERROR_VALUE, fmt::format("{}: is at {}, which is not memory of CUDA device {}", name,
+                                              fmt::ptr(data), p.device_index));
+  };
+  check_one("q", b.q);
+  check_one("k", b.k);
+  check_one("v", b.v);
+  check_one("out", b.out);
+  check_one("lse", b.lse);
+  check_one("bias", b.bias);
+  check_one("mask", b.mask);
+  check_one("alibi_slopes", b.alibi_slopes);
+  check_one("sinks", b.sinks);
+  check_one("block_mask", b.block_mask);
+}
+
+}  // namespace cuda
+
+std::unique_ptr<Kernel> make_cuda_kernel(const Problem& p) {
+  using namespace cuda;
+  check_supported(p);
+  int count = 0;
+  check(driver().cuDeviceGetCount(&count), "cuDeviceGetCount");
+  if (p.device_index >= count)
+    throw Failure(HR_ERROR_VALUE, fmt::format("device_index: is {}; this machine has {} CUDA device{}", p.device_index,
+                                              count, count == 1 ? "" : "s"));
+  CUdevice device = 0;
+  check(driver().cuDeviceGet(&device, p.device_index), "cuDeviceGet");
+  const int major = attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+  const int minor = attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+  if (major != 9 || minor != 0)
+    unsupported(
+        fmt::format("device_index: CUDA device {} has compute capability {}.{}; there are kernels for 9.0 "
+                    "(Hopper) only so far",
+                    p.device_index, major, minor));
+  return make_hopper_forward(p, attribute(device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT));
+}
+
+}  // namespace headrace

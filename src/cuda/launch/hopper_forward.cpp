@@ -1,0 +1,173 @@
+// Launches hopper_forward.cuh.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/driver/context.hpp"
+#include "cuda/driver/driver.hpp"
+#include "cuda/driver/module_cache.hpp"
+#include "cuda/kernels/hopper_forward_params.hpp"
+#include "cuda/launch/cuda_kernel.hpp"
+#include "cuda/launch/hopper_forward_source.hpp"
+#include "cuda/launch/tensor_map.hpp"
+
+namespace headrace::cuda {
+namespace {
+
+constexpr std::int64_t section_bytes = std::int64_t{24} << 20;  // of keys and values: about half of the L2 cache
+constexpr int redo_bits = 2048;                                 // of the kernel's list of tiles to be done again
+
+int rows_of(const HopperForwardTile& tile) { return 64 * tile.warpgroups; }
+
+[[noreturn]] void unsupported(const std::string& message) { throw Failure(HR_ERROR_UNSUPPORTED, message); }
+
+class HopperForward final : public Kernel {
+ public:
+  HopperForward(const Problem& p, int multiprocessors)
+      : problem_(p),
+        tile_(hopper_forward_tile(p.head_dim, p.value_dim)),
+        source_(hopper_forward_source(p)),
+        multiprocessors_(multiprocessors) {
+    const std::int64_t query_tiles = ceil_div(p.seqlen_q, rows_of(tile_)), all = query_tiles * p.batch * p.heads_q;
+    constexpr std::int64_t largest = std::numeric_limits<int>::max();
+    if (all > largest / 2 || p.seqlen_q > largest / 2 || p.seqlen_k > largest / 2)
+      unsupported(
+          fmt::format("q: batch {} x heads {} x seqlen_q {} (seqlen_k {}) has too many tiles; on CUDA seqlens and "
+                      "the number of tiles of {} queries must be below 2^30",
+                      p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, rows_of(tile_)));
+    check_for_tma("q", q());
+    check_for_tma("k", k());
+    check_for_tma("v", v());
+    params_ = params(static_cast<int>(query_tiles), static_cast<int>(all));
+    const ContextScope context(p.device_index);
+    if (all > 0) load_kernel(source_);  // compiled now, if it must be
+  }
+
+  [[nodiscard]] std::size_t workspace_bytes() const override { return 0; }
+
+  [[nodiscard]] KernelReport report() const override {
+    return {.name = "cuda.hopper_forward",
+            .worker = "SM",
+            .tile_q = rows_of(tile_),
+            .tile_k = tile_.keys,
+            .splits = 1,
+            .tasks = params_.tiles,
+            .threads = blocks(),
+            .available_threads = multiprocessors_,
+            .key_reuse = 1,
+            .fast_bytes = shared_bytes(),
+            .flops_per_byte = 206,  // H200: 990 TFLOP/s of bfloat16 against 4.8 TB/s
+            .notes = {}};
+  }
+
+  void execute(const Buffers& buffers, std::byte* /*workspace*/) const override {
+    const Problem& p = problem_;
+    if (params_.tiles == 0) return;
+    const ContextScope context(p.device_index);
+    check_pointers(p, buffers);
+    const LoadedKernel& kernel = load_kernel(source_);
+    CUtensorMap map_q = make_tensor_map("q", q(), p.dtype, buffers.q, 64);
+    // Without keys nothing is loaded, but a map needs memory behind it.
+    CUtensorMap map_k = p.seqlen_k == 0 ? map_q : make_tensor_map("k", k(), p.dtype, buffers.k, tile_.keys);
+    CUtensorMap map_v = p.seqlen_k == 0 ? map_q : make_tensor_map("v", v(), p.dtype, buffers.v, tile_.keys);
+    HopperForwardParams params = params_;
+    params.out = buffers.out;
+    params.vector_out = params.vector_out && reinterpret_cast<std::uintptr_t>(buffers.out) % 16 == 0;
+    params.lse = static_cast<float*>(buffers.lse);
+    params.bias = buffers.bias;
+    params.mask = buffers.mask;
+    params.block_mask = buffers.block_mask;
+    params.alibi_slopes = buffers.alibi_slopes;
+    params.sinks = buffers.sinks;
+    void* arguments[] = {&map_q, &map_k, &map_v, &params};
+    const CUlaunchConfig config{.gridDimX = static_cast<unsigned>(blocks()),
+                                .gridDimY = 1,
+                                .gridDimZ = 1,
+                                .blockDimX = static_cast<unsigned>(128 * (tile_.warpgroups + 1)),
+                                .blockDimY = 1,
+                                .blockDimZ = 1,
+                                .sharedMemBytes = static_cast<unsigned>(kernel.dynamic_shared),
+                                .hStream = static_cast<CUstream>(buffers.stream),
+                                .attrs = nullptr,
+                                .numAttrs = 0};
+    check(driver().cuLaunchKernelEx(&config, kernel.function, arguments, nullptr), "cuLaunchKernelEx");
+  }
+
+ private:
+  [[nodiscard]] RowsOfHeads q() const {
+    return {problem_.batch, problem_.seqlen_q, problem_.heads_q, problem_.head_dim, problem_.q};
+  }
+  [[nodiscard]] RowsOfHeads k() const {
+    return {problem_.batch, problem_.seqlen_k, problem_.heads_kv, problem_.head_dim, problem_.k};
+  }
+  [[nodiscard]] RowsOfHeads v() const {
+    return {problem_.batch, problem_.seqlen_k, problem_.heads_kv, problem_.value_dim, problem_.v};
+  }
+
+  [[nodiscard]] int blocks() const { return std::min(multiprocessors_, params_.tiles); }
+
+  [[nodiscard]] std::size_t shared_bytes() const {
+    const auto panels = [](int size) { return ceil_div(size, 64) * 64; };
+    const Index elements =
+        static_cast<Index>(tile_.q_buffers) * rows_of(tile_) * panels(tile_.head_dim) +
+        static_cast<Index>(tile_.stages) * tile_.keys * (panels(tile_.head_dim) + panels(tile_.value_dim));
+    return static_cast<std::size_t>(2 * elements);
+  }
+
+  // All but the pointers.
+  [[nodiscard]] HopperForwardParams params(int query_tiles, int all) const {
+    const Problem& p = problem_;
+    const auto pair = [](const PairStrides& s) {
+      return HopperForwardParams::Strides4{s.batch, s.head, s.query, s.key};
+    };
+    HopperForwardParams params{};
+    params.out_strides = {p.out.batch, p.out.row, p.out.head};
+    params.vector_out = p.value_dim % 8 == 0 && p.out.batch % 8 == 0 && p.out.row % 8 == 0 && p.out.head % 8 == 0;
+    params.lse_strides = {p.lse.batch, p.lse.head, p.lse.row};
+    params.bias_strides = pair(p.bias);
+    params.mask_strides = pair(p.mask);
+    params.block_strides = pair(p.block_mask);
+    params.block_q = p.block_q;
+    params.block_k = p.block_k;
+    params.alibi_batch = p.alibi_batch_stride;
+    params.alibi_head = p.alibi_head_stride;
+    params.sinks_stride = p.sinks_stride;
+    if (p.batch > 0) params.band = p.band(0);
+    params.seqlen_q = static_cast<int>(p.seqlen_q);
+    params.seqlen_k = static_cast<int>(p.seqlen_k);
+    params.value_dim = static_cast<int>(p.value_dim);
+    params.heads_q = static_cast<int>(p.heads_q);
+    params.group = static_cast<int>(p.group());
+    params.scale = static_cast<float>(p.scale);
+    params.softcap = static_cast<float>(p.softcap);
+    params.inverse_softcap = p.softcap > 0 ? static_cast<float>(1.0 / p.softcap) : 0.0f;
+    const Dropout dropout{p.dropout_p, p.seed};
+    params.seed = p.seed;
+    params.dropout_threshold = dropout.threshold();
+    params.dropout_kept = static_cast<float>(dropout.kept_scale());
+    params.tiles = all;
+    params.query_tiles = query_tiles;
+    params.sequence_heads = static_cast<int>(p.batch * p.heads_q);
+    const Index head_bytes = std::max<Index>(1, p.seqlen_k * (p.head_dim + p.value_dim) * 2);
+    params.heads_in_section = static_cast<int>(
+        std::clamp<Index>(section_bytes / head_bytes * p.group(), 1, std::max(1, params.sequence_heads)));
+    const Index of_block = all == 0 ? 0 : ceil_div(all, std::min(multiprocessors_, all));
+    while ((of_block >> params.redo_shift) >= redo_bits) ++params.redo_shift;
+    return params;
+  }
+
+  const Problem& problem_;
+  const HopperForwardTile& tile_;
+  KernelSource source_;
+  int multiprocessors_;
+  HopperForwardParams params_{};
+};
+
+}  // namespace
+
+std::unique_ptr<Kernel> make_hopper_forward(const Problem& problem, int multiprocessors) {
+  return std::make_unique<HopperForward>(problem, multiprocessors);
+}
+
+}  // namespace headrace::cuda
