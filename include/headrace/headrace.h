@@ -197,7 +197,7 @@ HR_API hr_status hr_merge_states(const hr_tensor* out_a, const hr_tensor* lse_a,
 HR_API hr_status hr_dropout_mask(const hr_tensor* keep, double dropout_p, uint64_t seed);
 
 /* What this machine offers, as a JSON object: version, simd (chosen and available targets), threads,
- * gpu. The string is static. */
+ * gpu (driver, devices, compiler, precompiled kernels, cache). The string is static. */
 HR_API const char* hr_info(void);
 
 HR_API const char* hr_version(void); /* "0.1.0" */

@@ -49,6 +49,7 @@ Json gpu() {
 
   const cuda::PrecompiledSize precompiled = cuda::precompiled_size();
   report["precompiled"] = {{"kernels", precompiled.kernels}, {"bytes", precompiled.bytes}};
+  if (cuda::embedded_pack().empty()) report["precompiled"]["error"] = "the library was built without NVRTC";
   const cuda::DiskCache cache(cuda::DiskCache::default_folder());
   const cuda::DiskCache::Usage usage = cache.usage();
   report["cache"] = {{"folder", nullptr}, {"kernels", usage.entries}, {"bytes", usage.bytes}};

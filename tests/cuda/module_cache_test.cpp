@@ -70,6 +70,17 @@ TEST(Driver, ListsItsDevices) {
   EXPECT_EQ(architecture(12, 0), "sm_120a");
 }
 
+TEST(Driver, InfoTellsOfThem) {
+  const std::string info = hr_info();
+  for (const char* part : {R"("driver_version":"13.0")", R"("name":"Fake 1","compute_capability":"9.0")",
+                           R"("multiprocessors":132)", R"("precompiled":{"kernels":)", R"("cache":{"folder":null)"})
+    EXPECT_THAT(info, HasSubstr(part));
+  if (nvrtc_status().error.empty())
+    EXPECT_THAT(info, HasSubstr(R"("nvrtc":{"version":")" + version_text(nvrtc_status().version)));
+  else
+    EXPECT_THAT(info, HasSubstr(R"("nvrtc":{"version":null,"error":)"));
+}
+
 TEST(Driver, ErrorsNameTheCallAndTheReason) {
   EXPECT_EQ(error_of([] { check(static_cast<CUresult>(700), "cuLaunchKernelEx"); }),
             "cuLaunchKernelEx failed: CUDA error 700 (CUDA_ERROR_FAKE, a fake error)");

@@ -1,4 +1,5 @@
 // headrace info: what this machine offers.
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -13,27 +14,39 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string value_text(const Json& value) {
+// 143771 MiB rather than 150754820096.
+std::string bytes_text(std::uint64_t bytes) {
+  constexpr std::uint64_t kib = 1024, mib = kib * kib;
+  if (bytes < 10 * kib) return fmt::format("{} bytes", bytes);
+  return bytes < 10 * mib ? fmt::format("{} KiB", bytes / kib) : fmt::format("{} MiB", bytes / mib);
+}
+
+std::string value_text(const std::string& key, const Json& value) {
   if (value.is_null()) return "none";
   if (value.is_boolean()) return value.get<bool>() ? "yes" : "no";
   if (value.is_string()) return value.get<std::string>();
-  if (!value.is_array()) return value.dump();
+  if (value.is_number_unsigned() && key.ends_with("bytes")) return bytes_text(value.get<std::uint64_t>());
+  return value.dump();
+}
+
+std::string list_text(const Json& list) {
   std::string text;
-  for (const Json& item : value) {
+  for (const Json& item : list) {
     if (!text.empty()) text += ", ";
-    text += value_text(item);
+    text += value_text("", item);
   }
   return text.empty() ? "none" : text;
 }
 
-// One line a value; what lies inside an object is named after it: "simd chosen".
+// One line a value; what lies inside an object is named after it: "simd chosen". Objects of a list are numbered.
 void print_values(const std::string& prefix, const Json& object) {
   for (const auto& [key, value] : object.items()) {
     const std::string name = prefix.empty() ? key : fmt::format("{} {}", prefix, key);
-    if (value.is_object())
+    const bool nested = value.is_object() || (value.is_array() && !value.empty() && value[0].is_object());
+    if (nested)
       print_values(name, value);
     else
-      fmt::print("{:<20} {}\n", name, value_text(value));
+      fmt::print("{:<32} {}\n", name, value.is_array() ? list_text(value) : value_text(key, value));
   }
 }
 
