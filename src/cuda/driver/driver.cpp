@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 
+#include <type_traits>
+
 #include "describe/problem.hpp"
 
 namespace headrace::cuda {
@@ -16,12 +18,6 @@ std::string error_text(const Driver& table, CUresult result) {
   if (table.cuGetErrorString != nullptr) table.cuGetErrorString(result, &text);
   if (name == nullptr || text == nullptr) return fmt::format("CUDA error {}", static_cast<int>(result));
   return fmt::format("CUDA error {} ({}, {})", static_cast<int>(result), name, text);
-}
-
-template <typename Function>
-bool look_up(void* library, const char* symbol, Function*& function) {
-  function = reinterpret_cast<Function*>(dlsym(library, symbol));
-  return function != nullptr;
 }
 
 DriverStatus open_driver() {
@@ -38,8 +34,11 @@ DriverStatus open_driver() {
   status.found = true;
 
   std::string missing;
-#define HEADRACE_LOOK_UP(name, symbol, parameters) \
-  if (!look_up(library, symbol, status.table.name)) missing += missing.empty() ? symbol : ", " symbol;
+  const auto require = [&](auto*& function, const char* symbol) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
+    if (function == nullptr) missing += (missing.empty() ? "" : ", ") + std::string(symbol);
+  };
+#define HEADRACE_LOOK_UP(name, symbol, parameters) require(status.table.name, symbol);
   HEADRACE_DRIVER_FUNCTIONS(HEADRACE_LOOK_UP)
 #undef HEADRACE_LOOK_UP
 

@@ -73,6 +73,7 @@ namespace headrace::cuda {
      CUtensorMapFloatOOBfill fill))
 
 struct Driver {
+// A name and a list of parameters have no parentheses of their own. NOLINTNEXTLINE(bugprone-macro-parentheses)
 #define HEADRACE_DECLARE(name, symbol, parameters) CUresult(*name) parameters = nullptr;
   HEADRACE_DRIVER_FUNCTIONS(HEADRACE_DECLARE)
 #undef HEADRACE_DECLARE
