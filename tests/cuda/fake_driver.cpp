@@ -5,8 +5,10 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
-#include <string>
+#include <deque>
+#include <mutex>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "cuda/driver/abi.hpp"
@@ -30,6 +32,9 @@ namespace {
 
 std::atomic<unsigned long long> next_id = 1;
 std::atomic<int> loads = 0;
+std::mutex mutex;  // of what lives as long as the process:
+std::deque<CUctx_st> contexts;
+std::deque<CUmod_st> modules;
 thread_local std::vector<CUcontext> stack;
 thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
@@ -129,7 +134,8 @@ EXPORT CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   if (capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_ERROR_INVALID_VALUE;
   if (behaves("refuse") || std::memcmp(image, "\177ELF", 4) != 0) return CUDA_ERROR_INVALID_IMAGE;
   ++loads;
-  *module = new CUmod_st;
+  const std::lock_guard lock(mutex);
+  *module = &modules.emplace_back();
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char*) {
@@ -193,6 +199,9 @@ UNUSED(cuTensorMapEncodeTiled)
 
 // For the tests: how many modules have been loaded, and a context that is not a primary one.
 EXPORT int fake_module_loads() { return loads; }
-EXPORT CUcontext fake_new_context(CUdevice device) { return new CUctx_st{device, next_id++}; }
+EXPORT CUcontext fake_new_context(CUdevice device) {
+  const std::lock_guard lock(mutex);
+  return &contexts.emplace_back(CUctx_st{device, next_id++});
+}
 
 }  // namespace headrace::cuda
