@@ -19,6 +19,8 @@ function(headrace_embed_sources output function)
     DEPENDS ${paths} ${PROJECT_SOURCE_DIR}/cmake/EmbedSources.cmake
     COMMENT "Embedding sources of GPU kernels"
     VERBATIM)
+  # A file may be longer than the 64 KiB that every compiler must take.
+  set_source_files_properties(${output} PROPERTIES COMPILE_OPTIONS -Wno-overlength-strings)
 endfunction()
 
 # Everything that device code may include. A file of src/cuda/kernels that is not listed here cannot be used.

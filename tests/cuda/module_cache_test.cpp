@@ -222,6 +222,20 @@ TEST_F(ModuleCache, AFailureIsTriedAgain) {
   EXPECT_EQ(load_kernel(scale_kernel(30)).origin, KernelOrigin::compiled);
 }
 
+TEST_F(ModuleCache, TooMuchSharedMemoryIsAnError) {
+  HEADRACE_NEEDS_NVRTC();
+  static constexpr SourceFile files[] = {{"greedy.cuh", R"(
+extern "C" __constant__ unsigned dynamic_shared_bytes = 1 << 20;
+extern "C" __global__ void greedy() {}
+)"}};
+  add_sources(files);
+  const ContextScope scope(0);
+  EXPECT_THAT(error_of([] {
+                load_kernel({"greedy", "greedy.cuh", {}});
+              }),
+              HasSubstr("kernel greedy needs 1048592 bytes of shared memory for a block; this device has 232448"));
+}
+
 TEST_F(ModuleCache, AHitTakesLessThanAMicrosecond) {
   HEADRACE_NEEDS_NVRTC();
   const ContextScope scope(0);

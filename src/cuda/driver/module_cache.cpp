@@ -59,6 +59,10 @@ LoadedKernel load_cubin(const std::string& cubin, const KernelSource& source, in
   kernel.max_threads = attribute_of(kernel.function, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK);
   kernel.dynamic_shared = report.dynamic_shared;
   kernel.max_dynamic_shared = shared_bytes - kernel.static_shared;
+  if (kernel.dynamic_shared > kernel.max_dynamic_shared)
+    throw Failure(HR_ERROR_RUNTIME,
+                  fmt::format("GPU: kernel {} needs {} bytes of shared memory for a block; this device has {}",
+                              name_of(source), kernel.dynamic_shared + kernel.static_shared, shared_bytes));
   check(driver().cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                     kernel.max_dynamic_shared),
         "cuFuncSetAttribute");
