@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <vector>
 
@@ -18,51 +19,196 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// One line of the listing: "/*05b0*/ @P1 BRA `(.L_x_4) ;".
 struct Instruction {
+  std::string_view operation;             // "BRA"
+  bool conditional = false;               // the next instruction may follow although this one is a branch
+  std::vector<std::string_view> targets;  // labels that it names
+  std::string_view barrier;               // "B0" of BSSY and BSYNC
   bool tensor = false, local = false;
 };
-struct Loop {
-  std::size_t begin, end;  // instructions [begin, end)
+
+struct Listing {
+  std::vector<Instruction> code;
+  std::map<std::string_view, std::size_t> labels;  // the instruction behind each
 };
 
-bool contains(const Loop& outer, const Loop& inner) {
-  return outer.begin <= inner.begin && inner.end <= outer.end && outer.end - outer.begin > inner.end - inner.begin;
+std::string_view next_word(std::string_view& text) {
+  text.remove_prefix(std::min(text.find_first_not_of(" \t,"), text.size()));
+  const std::string_view word = text.substr(0, text.find_first_of(" \t,;"));
+  text.remove_prefix(word.size());
+  return word;
 }
 
-}  // namespace
+Instruction parse(std::string_view line) {
+  Instruction instruction;
+  for (std::size_t at = line.find(".L_"); at != std::string_view::npos; at = line.find(".L_", at + 1))
+    instruction.targets.push_back(line.substr(at, line.find_first_not_of("_.Lx0123456789", at) - at));
+  line.remove_prefix(std::min(line.find("*/") + 2, line.size()));
+  std::string_view word = next_word(line);
+  if (word.starts_with('@')) {
+    instruction.conditional = true;
+    word = next_word(line);
+  }
+  instruction.operation = word.substr(0, word.find('.'));
+  const std::string_view operand = next_word(line);
+  if (instruction.operation == "BSSY" || instruction.operation == "BSYNC") instruction.barrier = operand;
+  // "BRA.DIV UR4, `(...)" and "BRA.U !UP0, `(...)" depend on what stands before the label.
+  if (instruction.operation == "BRA" && !operand.starts_with('`')) instruction.conditional = true;
+  instruction.tensor = word.starts_with("HGMMA") || word.starts_with("IGMMA") || word.starts_with("QGMMA");
+  instruction.local = instruction.operation == "LDL" || instruction.operation == "STL";
+  return instruction;
+}
 
-// A line is a label ".L_x_4:", or an instruction "/*05b0*/ @P1 BRA `(.L_x_4) ;", or something else. A branch to a label
-// further up closes a loop.
-SassReport count_instructions(std::string_view sass) {
-  std::vector<Instruction> code;
-  std::map<std::string_view, std::size_t> labels;
-  std::vector<Loop> loops;
+Listing read_listing(std::string_view sass) {
+  Listing listing;
   while (!sass.empty()) {
     const std::size_t end = sass.find('\n');
     std::string_view line = sass.substr(0, end);
     sass.remove_prefix(end == std::string_view::npos ? sass.size() : end + 1);
     line.remove_prefix(std::min(line.find_first_not_of(" \t"), line.size()));
-    if (line.starts_with(".L_")) labels[line.substr(0, line.find(':'))] = code.size();
-    if (!line.starts_with("/*")) continue;
-    const auto has = [&](std::string_view text) { return line.find(text) != std::string_view::npos; };
-    code.push_back({has(" HGMMA") || has(" IGMMA") || has(" QGMMA"), has(" LDL") || has(" STL")});
-    const std::size_t target = line.find("`(.L_");
-    if (target == std::string_view::npos) continue;
-    const auto label = labels.find(line.substr(target + 2, line.find(')', target) - target - 2));
-    if (label != labels.end()) loops.push_back({label->second, code.size()});
+    if (line.starts_with(".L_")) listing.labels[line.substr(0, line.find(':'))] = listing.code.size();
+    if (line.starts_with("/*")) listing.code.push_back(parse(line));
+  }
+  return listing;
+}
+
+// Which instructions may follow each. BSYNC continues at the label that the BSSY of its barrier has set before, which
+// may stand far from it: what the barriers hold is followed along every way.
+std::vector<std::vector<std::size_t>> successors_of(const Listing& listing) {
+  using Barriers = std::map<std::string_view, std::set<std::size_t>>;
+  const std::size_t count = listing.code.size();
+  std::vector<std::vector<std::size_t>> successors(count);
+  std::vector<Barriers> held(count);
+  std::vector<bool> seen(count, false);
+  std::vector<std::size_t> open = {0};
+  while (!open.empty()) {
+    const std::size_t at = open.back();
+    open.pop_back();
+    if (at >= count) continue;
+    seen[at] = true;
+    const Instruction& instruction = listing.code[at];
+    const std::string_view operation = instruction.operation;
+    std::set<std::size_t> targets;
+    for (const std::string_view name : instruction.targets)
+      if (const auto label = listing.labels.find(name); label != listing.labels.end()) targets.insert(label->second);
+    Barriers barriers = held[at];
+    std::set<std::size_t> next;
+    if (operation == "BSSY") barriers[instruction.barrier] = targets;
+    if (operation == "BSYNC") next = barriers[instruction.barrier];
+    if (operation == "BRA" || operation == "BRX" || operation == "WARPSYNC") next = targets;
+    const bool leaves = operation == "BRA" || operation == "BRX" || operation == "EXIT" || operation == "RET" ||
+                        (operation == "BSYNC" && !next.empty());
+    if (!leaves || instruction.conditional) next.insert(at + 1);
+    for (const std::size_t to : next) {
+      if (to >= count) continue;
+      bool changed = !seen[to];
+      for (const auto& [barrier, labels] : barriers)
+        for (const std::size_t label : labels) changed = held[to][barrier].insert(label).second || changed;
+      if (changed) open.push_back(to);
+    }
+    successors[at].assign(next.begin(), next.end());
+    std::erase_if(successors[at], [&](std::size_t to) { return to >= count; });
+  }
+  return successors;
+}
+
+// Instructions in an order in which each comes before those that follow it, but for the way back in loops.
+std::vector<std::size_t> topological_order(const std::vector<std::vector<std::size_t>>& successors) {
+  std::vector<std::size_t> order;
+  std::vector<std::size_t> next(successors.size(), 0), path;
+  std::vector<bool> seen(successors.size(), false);
+  if (!successors.empty()) path.push_back(0), seen[0] = true;
+  while (!path.empty()) {
+    const std::size_t at = path.back();
+    if (next[at] == successors[at].size()) {
+      order.push_back(at);
+      path.pop_back();
+    } else if (const std::size_t to = successors[at][next[at]++]; !seen[to]) {
+      seen[to] = true;
+      path.push_back(to);
+    }
+  }
+  std::reverse(order.begin(), order.end());
+  return order;
+}
+
+using Loop = std::set<std::size_t>;  // the instructions of a natural loop
+
+// Cooper, Harvey, Kennedy: "A simple, fast dominance algorithm" (2001). A branch to an instruction that dominates it
+// closes a loop; a branch from code that the compiler has moved out of the way back into it does not.
+std::vector<Loop> loops_of(const Listing& listing) {
+  const auto successors = successors_of(listing);
+  const std::vector<std::size_t> order = topological_order(successors);
+  const std::size_t count = listing.code.size(), none = count;
+  std::vector<std::size_t> rank(count, none), dominator(count, none);
+  for (std::size_t i = 0; i < order.size(); ++i) rank[order[i]] = i;
+  std::vector<std::vector<std::size_t>> predecessors(count);
+  for (const std::size_t from : order)
+    for (const std::size_t to : successors[from]) predecessors[to].push_back(from);
+
+  const auto common = [&](std::size_t a, std::size_t b) {
+    while (a != b) {
+      while (rank[a] > rank[b]) a = dominator[a];
+      while (rank[b] > rank[a]) b = dominator[b];
+    }
+    return a;
+  };
+  if (count > 0) dominator[0] = 0;
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (const std::size_t at : order) {
+      if (at == 0) continue;
+      std::size_t found = none;
+      for (const std::size_t from : predecessors[at])
+        if (dominator[from] != none) found = found == none ? from : common(found, from);
+      changed = changed || dominator[at] != found;
+      dominator[at] = found;
+    }
   }
 
-  const auto count = [&](const Loop& range, bool Instruction::*kind) {
-    return static_cast<int>(std::count_if(code.begin() + static_cast<std::ptrdiff_t>(range.begin),
-                                          code.begin() + static_cast<std::ptrdiff_t>(range.end),
-                                          [&](const Instruction& instruction) { return instruction.*kind; }));
-  };
-  const Loop all = {0, code.size()};
-  SassReport report{count(all, &Instruction::tensor), count(all, &Instruction::local), 0};
-  std::erase_if(loops, [&](const Loop& loop) { return count(loop, &Instruction::tensor) == 0; });
-  for (const Loop& loop : loops)
-    if (std::none_of(loops.begin(), loops.end(), [&](const Loop& inner) { return contains(loop, inner); }))
-      report.loop_local_accesses += count(loop, &Instruction::local);
+  std::map<std::size_t, Loop> loops;  // by their first instruction
+  for (const std::size_t from : order)
+    for (const std::size_t head : successors[from]) {
+      if (rank[head] > rank[from] || common(head, from) != head) continue;
+      Loop& loop = loops[head];
+      loop.insert(head);
+      std::vector<std::size_t> open = {from};
+      while (!open.empty()) {
+        const std::size_t at = open.back();
+        open.pop_back();
+        if (loop.insert(at).second) open.insert(open.end(), predecessors[at].begin(), predecessors[at].end());
+      }
+    }
+  std::vector<Loop> all;
+  for (auto& [head, loop] : loops) all.push_back(std::move(loop));
+  return all;
+}
+
+}  // namespace
+
+SassReport count_instructions(std::string_view sass) {
+  const Listing listing = read_listing(sass);
+  SassReport report;
+  for (const Instruction& instruction : listing.code) {
+    report.tensor_instructions += instruction.tensor ? 1 : 0;
+    report.local_accesses += instruction.local ? 1 : 0;
+  }
+  std::vector<Loop> loops = loops_of(listing);
+  std::erase_if(loops, [&](const Loop& loop) {
+    return std::none_of(loop.begin(), loop.end(), [&](std::size_t i) { return listing.code[i].tensor; });
+  });
+  std::set<std::size_t> inner;
+  for (const Loop& loop : loops) {
+    const bool innermost = std::none_of(loops.begin(), loops.end(), [&](const Loop& other) {
+      return other.size() < loop.size() && std::includes(loop.begin(), loop.end(), other.begin(), other.end());
+    });
+    if (!innermost) continue;
+    ++report.tensor_loops;
+    inner.insert(loop.begin(), loop.end());
+  }
+  report.loop_local_accesses =
+      static_cast<int>(std::count_if(inner.begin(), inner.end(), [&](std::size_t i) { return listing.code[i].local; }));
   return report;
 }
 

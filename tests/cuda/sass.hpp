@@ -9,7 +9,8 @@ namespace headrace::cuda {
 struct SassReport {
   int tensor_instructions = 0;  // HGMMA, IGMMA, QGMMA: what wgmma becomes
   int local_accesses = 0;       // LDL, STL: spilled registers and arrays with dynamic indices
-  int loop_local_accesses = 0;  // of those, in the innermost loops with tensor instructions
+  int tensor_loops = 0;         // innermost loops with tensor instructions
+  int loop_local_accesses = 0;  // accesses to local memory in those
 };
 
 SassReport count_instructions(std::string_view sass);
