@@ -2,8 +2,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
 #include <filesystem>
-#include <memory>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -13,6 +15,7 @@
 #include "cuda/driver/disk_cache.hpp"
 #include "cuda/driver/module_cache.hpp"
 #include "cuda/driver/precompiled.hpp"
+#include "cuda/standard_set.hpp"
 #include "describe/problem.hpp"
 #include "test_kernels.hpp"
 
@@ -262,6 +265,37 @@ TEST_F(Gpu, RefusedLaunchesSayWhy) {
   } catch (const Failure& failure) {
     EXPECT_THAT(failure.what(), testing::HasSubstr("cuLaunchKernelEx failed: CUDA error 1 (CUDA_ERROR_INVALID_VALUE"));
   }
+}
+
+// Every kernel of the set is taken as it was embedded, and the device has the shared memory that it asks for.
+TEST_F(Gpu, LoadsTheStandardSet) {
+  if (device_architecture() != standard_architecture) GTEST_SKIP() << "the set is for " << standard_architecture;
+  const ContextScope scope(0);
+  for (const KernelSource& source : standard_set()) {
+    SCOPED_TRACE(name_of(source));
+    const bool embedded = find_precompiled(digest_of(source, device_architecture())).has_value();
+    const LoadedKernel& kernel = load_kernel(source);
+    EXPECT_EQ(kernel.origin, embedded ? KernelOrigin::precompiled : KernelOrigin::compiled);
+    EXPECT_LE(kernel.dynamic_shared, kernel.max_dynamic_shared);
+  }
+}
+
+TEST_F(Gpu, AHitTakesLessThanAMicrosecond) {
+  const ContextScope outer(0);
+  const KernelSource source = scale_kernel(13);
+  load_kernel(source);
+  double best = 1e9;
+  for (int batch = 0; batch < 50; ++batch) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < 1000; ++i) {
+      const ContextScope scope(0);
+      load_kernel(source);
+    }
+    const std::chrono::duration<double, std::nano> spent = std::chrono::steady_clock::now() - start;
+    best = std::min(best, spent.count() / 1000);
+  }
+  std::printf("a context that is current already and a hit take %.0f ns\n", best);
+  EXPECT_LT(best, 1000);
 }
 
 // A wrong enumerator of abi.hpp would show here.
