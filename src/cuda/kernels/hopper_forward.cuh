@@ -14,10 +14,9 @@
 // Constants of the compilation:
 //   FLOAT16            the type of q, k, v, out: 1 float16, 0 bfloat16
 //   HEAD_DIM, VALUE_DIM multiples of 16 and 32, <= 256; smaller dimensions are filled up with zeros by TMA
-//   WARPGROUPS, KEYS, STAGES, Q_BUFFERS, Q_IN_REGISTERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS   the tile, see the launcher
-//   POSITIVE_SCALE     scale > 0: it is folded into the exponent
-//   LONGEST_FIRST      rows see different numbers of keys
-//   SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, SINKS, DROPOUT   options that are in use
+//   WARPGROUPS, KEYS, STAGES, Q_BUFFERS, Q_IN_REGISTERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS   the tile, see the
+//   launcher POSITIVE_SCALE     scale > 0: it is folded into the exponent PAIRED             rows see different numbers
+//   of keys SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, SINKS, DROPOUT   options that are in use
 #include "describe/dropout.hpp"
 #include "hopper_forward_params.hpp"
 #include "tiling/tiling.hpp"
@@ -50,10 +49,17 @@ constexpr bool kFinalScores = SOFTCAP || ALIBI || BIAS || !POSITIVE_SCALE;
 // A mask that is data may hide anything anywhere.
 constexpr bool kDataMask = BIAS || MASK;
 constexpr float kRaiseAbove = 16384.0f;
-// In the second pass p is at most 2^-64 in bfloat16, so that sums of p v cannot overflow; float16 values are too small for that.
+// In the second pass p is at most 2^-64 in bfloat16, so that sums of p v cannot overflow; float16 values are too small
+// for that.
 constexpr float kSafeOffset = FLOAT16 ? 0.0f : 64.0f;
 
 using Element = unsigned short;
+
+// A tile of queries: rows [m * kRows, ...) of query head h of sequence b; number n among the tiles of this block of
+// threads.
+struct Tile {
+  int m, h, b, n;
+};
 
 struct alignas(1024) Shared {
   Element q[Q_BUFFERS][WARPGROUPS][kHeadPanels][kRowsOfWarpgroup * kPanel];
@@ -69,31 +75,23 @@ extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
 
 __device__ inline float minus_infinity() { return __int_as_float(static_cast<int>(0xFF800000u)); }
 
-// A tile of queries: rows [m * kRows, ...) of query head h of sequence b.
-struct Tile {
-  int m, h, b;
-};
-
-// Where rows see different numbers of keys, sections of heads, in each the longest tiles of all its heads first.
-__device__ inline Tile tile_of(const Params& p, int t) {
-  int m, sequence_head;
-  if constexpr (LONGEST_FIRST) {
-    const int of_section = p.heads_in_section * p.query_tiles, section = t / of_section, first = section * p.heads_in_section;
-    const int heads = min(p.heads_in_section, p.sequence_heads - first), index = t - section * of_section;
-    m = p.query_tiles - 1 - index / heads;
-    sequence_head = first + index % heads;
-  } else {
-    sequence_head = t / p.query_tiles;
-    m = t - sequence_head * p.query_tiles;
-  }
-  const int b = sequence_head / p.heads_q;
-  return {m, sequence_head - b * p.heads_q, b};
-}
-
-// The n-th tile of this block, or one beyond the last: to and fro over the blocks, which evens out falling lengths.
-__device__ inline int tile_index(int n) {
-  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  return n * blocks + ((n & 1) != 0 ? blocks - 1 - block : block);
+// The n-th tile of this block of threads. The tiles are dealt out in the order of the heads, whose keys so stay in the
+// L2 cache. Under a causal mask or a window their lengths differ, evenly from one end of a head to the other: then a
+// tile and its counterpart at the other end are one piece of work, and all pieces have the same length, but for the
+// middle tile of an odd number. So the blocks of threads change places in each round.
+enum class Find { tile, nothing, end };
+__device__ inline Find find_tile(const Params& p, int n, Tile& tile) {
+  const unsigned block = blockIdx.x, blocks = gridDim.x, round = PAIRED ? n / 2 : n;
+  const unsigned piece = round * blocks + (block + round) % blocks;
+  const unsigned sequence_head = piece / p.pieces, index = piece - sequence_head * p.pieces;
+  tile.b = static_cast<int>(sequence_head / p.heads_q);
+  tile.h = static_cast<int>(sequence_head) - tile.b * p.heads_q;
+  tile.m = PAIRED && n % 2 == 0 ? p.query_tiles - 1 - static_cast<int>(index) : static_cast<int>(index);
+  tile.n = n;
+  if (round * blocks >= p.all_pieces) return Find::end;
+  if (sequence_head >= p.sequence_heads || (PAIRED && n % 2 == 1 && 2 * tile.m == p.query_tiles - 1))
+    return Find::nothing;
+  return Find::tile;
 }
 
 __device__ inline Visibility visibility(const Params& p, const Tile& tile) {
@@ -146,15 +144,20 @@ struct Producer {
   ptx::RingPosition<Q_BUFFERS> q_ring;
   ptx::RingPosition<STAGES> k_ring, v_ring;
 
-  __device__ void load_q(const Tile& tile) {
+  // Starts a tile: loads its q, if it reads any keys.
+  __device__ void start(const Tile& tile, bool any_keys) {
     const unsigned full = ptx::shared_address(&shared.q_full[q_ring.slot]);
     ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[q_ring.slot]), q_ring.parity ^ 1);
-    ptx::mbarrier_expect(full, sizeof(shared.q[0]));
-    for (int w = 0; w < WARPGROUPS; ++w) {
-      for (int panel = 0; panel < kHeadPanels; ++panel) {
-        ptx::tma_load(ptx::shared_address(shared.q[q_ring.slot][w][panel]), q, full, panel * kPanel,
-                      tile.m * kRows + w * kRowsOfWarpgroup, tile.h, tile.b);
+    if (any_keys) {
+      ptx::mbarrier_expect(full, sizeof(shared.q[0]));
+      for (int w = 0; w < WARPGROUPS; ++w) {
+        for (int panel = 0; panel < kHeadPanels; ++panel) {
+          ptx::tma_load(ptx::shared_address(shared.q[q_ring.slot][w][panel]), q, full, panel * kPanel,
+                        tile.m * kRows + w * kRowsOfWarpgroup, tile.h, tile.b);
+        }
       }
+    } else {
+      ptx::mbarrier_arrive(full);
     }
     q_ring.advance();
   }
@@ -179,39 +182,39 @@ struct Producer {
     load_block(shared.v, shared.v_full, shared.v_empty, v_ring, v, tile, block);
   }
 
-  // The next of this block's tiles that reads any keys, from number n on; -1 if there is none.
   template <typename Wanted>
-  __device__ int next_tile(int n, const Wanted& wanted) const {
-    for (; tile_index(n) < p.tiles; ++n) {
-      if (wanted(n) && Blocks(p, tile_of(p, tile_index(n))).any()) return n;
+  __device__ Tile next_tile(int& n, const Wanted& wanted) const {
+    for (;; ++n) {
+      Tile tile;
+      const Find found = find_tile(p, n, tile);
+      if (found == Find::end) return {-1, 0, 0, 0};
+      if (found == Find::tile && wanted(n)) return tile;
     }
-    return -1;
   }
 
-  // v of a block is asked for after k of the block behind it, in the order of use. q of the next tile comes early
-  // where it has room of its own.
+  // v of a block is asked for after k of the block behind it, in the order of use. The next tile is started when the
+  // first blocks of this one are under way; where its q has no room of its own yet, at the end.
   template <typename Wanted>
   __device__ void run(const Wanted& wanted) {
-    int n = next_tile(0, wanted);
-    if (n >= 0) load_q(tile_of(p, tile_index(n)));
-    while (n >= 0) {
-      const int following = next_tile(n + 1, wanted);
-      const Tile tile = tile_of(p, tile_index(n));
-      Blocks blocks(p, tile);
-      int before = -1;
-      bool q_loaded = following < 0;
-      for (int step = 0; blocks.any(); ++step, blocks.advance()) {
+    int n = 0;
+    Tile tile = next_tile(n, wanted);
+    if (tile.m >= 0) start(tile, Blocks(p, tile).any());
+    while (tile.m >= 0) {
+      Tile following;
+      const auto look_ahead = [&] {
+        following = next_tile(++n, wanted);
+        if (following.m >= 0) start(following, Blocks(p, following).any());
+      };
+      int before = -1, step = 0;
+      for (Blocks blocks(p, tile); blocks.any(); blocks.advance(), ++step) {
         load_k(tile, blocks.next);
         if (before >= 0) load_v(tile, before);
         before = blocks.next;
-        if ((Q_BUFFERS > 1 || Q_IN_REGISTERS) && step == 1 && !q_loaded) {
-          load_q(tile_of(p, tile_index(following)));
-          q_loaded = true;
-        }
+        if ((Q_BUFFERS > 1 || Q_IN_REGISTERS) && step == 1) look_ahead();
       }
-      load_v(tile, before);
-      if (!q_loaded) load_q(tile_of(p, tile_index(following)));
-      n = following;
+      if (before >= 0) load_v(tile, before);
+      if (!(Q_BUFFERS > 1 || Q_IN_REGISTERS) || step < 2) look_ahead();
+      tile = following;
     }
   }
 };
@@ -232,10 +235,19 @@ struct Consumer {
   float o[VALUE_DIM / 2];  // sum of p v
   unsigned probabilities[kKeys / 4];
   unsigned q[Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][4];
-  float reference[2], sum[2];  // of the rows; -inf: no key was seen. sum is this thread's share
 
-  Tile tile;
-  int row[2];
+  // The thread's rows of a tile.
+  struct Rows {
+    Tile tile;
+    int row[2];
+    float reference[2];  // -inf: no key was seen
+    float sum[2];        // of p: this thread's share
+  };
+  Rows rows;  // of the tile at hand
+  Rows done;  // of the tile before, if its last products are still to be made
+
+  enum class Pending { nothing, this_tile, last_tile };
+  Pending pending = Pending::nothing;  // whose products p v of the block before are still to be made
 
   // -- taking turns on the tensor cores: barrier 1 + w is warpgroup w's turn --
   __device__ void begin_turns() {
@@ -252,7 +264,8 @@ struct Consumer {
 
   // s = q k^T of the block in slot `slot`
   __device__ void multiply_qk() {
-    const unsigned k = ptx::descriptor_low(ptx::shared_address(shared.k), 16) + uniform(k_ring.slot) * (sizeof(shared.k[0]) / 16);
+    const unsigned k =
+        ptx::descriptor_low(ptx::shared_address(shared.k), 16) + uniform(k_ring.slot) * (sizeof(shared.k[0]) / 16);
     const unsigned q_tile = ptx::descriptor_low(ptx::shared_address(shared.q[0][warpgroup]), 16) +
                             (Q_BUFFERS == 1 ? 0 : uniform(q_ring.slot) * (sizeof(shared.q[0]) / 16));
     ptx::wgmma_fence();
@@ -266,7 +279,8 @@ struct Consumer {
           ptx::Wgmma<kKeys>::rs<1, 0>(s, q[step][0], q[step][1], q[step][2], q[step][3], right);
         }
       } else {
-        const unsigned long long left = ptx::descriptor(q_tile + (step / 4) * (kRowsOfWarpgroup * 128 / 16) + (step % 4) * 2);
+        const unsigned long long left =
+            ptx::descriptor(q_tile + (step / 4) * (kRowsOfWarpgroup * 128 / 16) + (step % 4) * 2);
         if (step == 0) {
           ptx::Wgmma<kKeys>::ss<0, 0>(s, left, right);
         } else {
@@ -279,18 +293,19 @@ struct Consumer {
 
   // o += p v of the block in slot `slot`
   __device__ void multiply_pv() {
-    const unsigned v = ptx::descriptor_low(ptx::shared_address(shared.v), kKeys * 128) + uniform(v_ring.slot) * (sizeof(shared.v[0]) / 16);
+    const unsigned v = ptx::descriptor_low(ptx::shared_address(shared.v), kKeys * 128) +
+                       uniform(v_ring.slot) * (sizeof(shared.v[0]) / 16);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      ptx::Wgmma<VALUE_DIM>::rs<1, 1>(o, probabilities[4 * step], probabilities[4 * step + 1], probabilities[4 * step + 2],
-                                      probabilities[4 * step + 3], ptx::descriptor(v + step * (16 * 128 / 16)));
+      ptx::Wgmma<VALUE_DIM>::rs<1, 1>(o, probabilities[4 * step], probabilities[4 * step + 1],
+                                      probabilities[4 * step + 2], probabilities[4 * step + 3],
+                                      ptx::descriptor(v + step * (16 * 128 / 16)));
     }
     ptx::wgmma_commit();
   }
 
   __device__ void load_q() {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[q_ring.slot]), q_ring.parity);
     if constexpr (Q_IN_REGISTERS) {
       const int r = warp * 16 + (lane & 15);
       const unsigned address = ptx::shared_address(shared.q[q_ring.slot][warpgroup]) + r * 128;
@@ -299,11 +314,10 @@ struct Consumer {
         const int chunk = (step % 4) * 2 + (lane >> 4);  // of 16 bytes; swizzled with the row
         ptx::load_matrices(q[step], address + (step / 4) * (kRowsOfWarpgroup * 128) + ((chunk ^ (r & 7)) << 4));
       }
-      __syncwarp();
-      release_q();
     }
   }
   __device__ void release_q() {
+    __syncwarp();  // all lanes have read it
     release(shared.q_empty[q_ring.slot]);
     q_ring.advance();
   }
@@ -312,10 +326,10 @@ struct Consumer {
 
   // Brings raw products to scores in units of log2.
   __device__ void finish_scores(int block) {
-    const float slope = ALIBI ? p.alibi_slopes[tile.b * p.alibi_batch + tile.h * p.alibi_head] : 0.0f;
+    const float slope = ALIBI ? p.alibi_slopes[rows.tile.b * p.alibi_batch + rows.tile.h * p.alibi_head] : 0.0f;
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) {
-      const int i = row[(e >> 1) & 1], j = block * kKeys + 8 * (e / 4) + 2 * (lane & 3) + (e & 1);
+      const int i = rows.row[(e >> 1) & 1], j = block * kKeys + 8 * (e / 4) + 2 * (lane & 3) + (e & 1);
       float x = s[e] * p.scale;
       if constexpr (SOFTCAP) {
         // tanh(x) = 1 - 2 / (e^2x + 1): exact to an absolute 2^-23, at both ends too.
@@ -325,8 +339,8 @@ struct Consumer {
       if constexpr (BIAS) {
         float bias = 0.0f;
         if (i < p.seqlen_q && j < p.seqlen_k) {
-          const long long at = tile.b * p.bias_strides.batch + tile.h * p.bias_strides.head + i * p.bias_strides.row +
-                               j * p.bias_strides.key;
+          const long long at = rows.tile.b * p.bias_strides.batch + rows.tile.h * p.bias_strides.head +
+                               i * p.bias_strides.row + j * p.bias_strides.key;
           bias = BIAS == 2 ? static_cast<const float*>(p.bias)[at] : to_float(static_cast<const Element*>(p.bias)[at]);
         }
         x = bias == minus_infinity() ? bias : x + bias;
@@ -350,16 +364,17 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Columns [begin, end) of the block are in the band and the sequence.
-      const Index low = max_index(0, min_index(p.seqlen_k, row[r] + p.band.lo)) - j0;
-      const Index high = max_index(0, min_index(p.seqlen_k, row[r] + p.band.hi + 1)) - j0;
-      const int begin = static_cast<int>(max_index(-1, low)) - column0, end = static_cast<int>(min_index(kKeys, max_index(-1, high))) - column0;
+      const Index low = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band.lo)) - j0;
+      const Index high = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band.hi + 1)) - j0;
+      const int begin = static_cast<int>(max_index(-1, low)) - column0,
+                end = static_cast<int>(min_index(kKeys, max_index(-1, high))) - column0;
 #pragma unroll
       for (int g = 0; g < kKeys / 8; ++g) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int column = 8 * g + c;
           bool visible = column >= begin && column < end;
-          if constexpr (MASK || BLOCK_MASK) visible = visible && visible_by_data(row[r], j0 + column0 + column);
+          if constexpr (MASK || BLOCK_MASK) visible = visible && visible_by_data(rows.row[r], j0 + column0 + column);
           if (!visible) s[4 * g + 2 * r + c] = minus_infinity();
         }
       }
@@ -368,10 +383,10 @@ struct Consumer {
   __device__ bool visible_by_data(int i, int j) const {
     if (i >= p.seqlen_q || j >= p.seqlen_k) return false;
     if constexpr (BLOCK_MASK) {
-      if (!visibility(p, tile).blocks.visible(i, j)) return false;
+      if (!visibility(p, rows.tile).blocks.visible(i, j)) return false;
     }
     if constexpr (MASK) {
-      return p.mask[tile.b * p.mask_strides.batch + tile.h * p.mask_strides.head + i * p.mask_strides.row +
+      return p.mask[rows.tile.b * p.mask_strides.batch + rows.tile.h * p.mask_strides.head + i * p.mask_strides.row +
                     j * p.mask_strides.key] != 0;
     }
     return true;
@@ -396,11 +411,11 @@ struct Consumer {
       a = fmaxf(a, b);
       a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
       a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
-      const float raised = fmaxf(reference[r], a * scale_log2() + offset);
-      factor[r] = raised == minus_infinity() ? 1.0f : ptx::exp2(reference[r] - raised);
+      const float raised = fmaxf(rows.reference[r], a * scale_log2() + offset);
+      factor[r] = raised == minus_infinity() ? 1.0f : ptx::exp2(rows.reference[r] - raised);
       changed = changed || factor[r] != 1.0f;
-      reference[r] = raised;
-      sum[r] *= factor[r];
+      rows.reference[r] = raised;
+      rows.sum[r] *= factor[r];
     }
     return __any_sync(~0u, changed);
   }
@@ -424,8 +439,8 @@ struct Consumer {
         const int exponent = min(limit, max(0, (__float_as_int(largest) >> 23) - 127));
         factor[r] = __int_as_float((127 - exponent) << 23);
         packed[r] = ptx::pack(factor[r], factor[r]);
-        reference[r] += static_cast<float>(exponent);
-        sum[r] *= factor[r];
+        rows.reference[r] += static_cast<float>(exponent);
+        rows.sum[r] *= factor[r];
       }
       scale_output(factor);
 #pragma unroll
@@ -439,8 +454,8 @@ struct Consumer {
   __device__ void exponentiate(int block, float (&block_sum)[2], const Between& between) {
     constexpr int kGroups = kKeys / 8, kHalf = kGroups / 2;  // groups of 8 columns, 4 values of a thread
     const float scale = scale_log2();
-    const float minus_reference[2] = {reference[0] == minus_infinity() ? 0.0f : -reference[0],
-                                      reference[1] == minus_infinity() ? 0.0f : -reference[1]};
+    const float minus_reference[2] = {rows.reference[0] == minus_infinity() ? 0.0f : -rows.reference[0],
+                                      rows.reference[1] == minus_infinity() ? 0.0f : -rows.reference[1]};
     const auto exponentials = [&](int g) {
 #pragma unroll
       for (int e = 4 * g; e < 4 * g + 4; ++e) s[e] = ptx::exp2(fmaf(s[e], scale, minus_reference[(e >> 1) & 1]));
@@ -494,12 +509,13 @@ struct Consumer {
   }
 
   __device__ void drop(int block) {
-    const unsigned word0 = 2 * (row[0] & 1);
+    const unsigned word0 = 2 * (rows.row[0] & 1);
 #pragma unroll
     for (int e = 0; e < kKeys / 2; e += 2) {
-      const int i = row[(e >> 1) & 1], j = block * kKeys + 8 * (e / 4) + 2 * (lane & 3);
-      const Philox random = Philox::make(static_cast<unsigned>(j >> 1), static_cast<unsigned>(i >> 1),
-                                         static_cast<unsigned>(tile.h), static_cast<unsigned>(tile.b), p.seed);
+      const int i = rows.row[(e >> 1) & 1], j = block * kKeys + 8 * (e / 4) + 2 * (lane & 3);
+      const Philox random =
+          Philox::make(static_cast<unsigned>(j >> 1), static_cast<unsigned>(i >> 1), static_cast<unsigned>(rows.tile.h),
+                       static_cast<unsigned>(rows.tile.b), p.seed);
       s[e] *= (word0 != 0 ? random.word[2] : random.word[0]) >= p.dropout_threshold ? p.dropout_kept : 0.0f;
       s[e + 1] *= (word0 != 0 ? random.word[3] : random.word[1]) >= p.dropout_threshold ? p.dropout_kept : 0.0f;
     }
@@ -507,32 +523,40 @@ struct Consumer {
 
   // -- blocks and tiles --
 
-  // One block of keys; edge: some elements are hidden. kFirst: no products of a block before are under way.
-  template <bool kFirst>
+  // One block of keys, with products of the block before under way meanwhile. kPlain: nothing is hidden, and every row
+  // has its reference; else edge tells whether something is hidden.
+  template <Pending kPending, bool kPlain>
   __device__ void step(int block, bool edge, bool safe) {
     ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[k_ring.slot]), k_ring.parity);
     wait_turn();
     multiply_qk();
-    if constexpr (!kFirst) start_pv();
+    if constexpr (kPending != Pending::nothing) start_pv();
     pass_turn();
-    ptx::wgmma_wait<kFirst ? 0 : 1>();
+    ptx::wgmma_wait<kPending == Pending::nothing ? 0 : 1>();
     ptx::pin(s);
     release(shared.k_empty[k_ring.slot]);
     k_ring.advance();
 
     if constexpr (kFinalScores) finish_scores(block);
-    if (edge || MASK) mask_scores(block);
-    const bool unseen = reference[0] == minus_infinity() || reference[1] == minus_infinity();
-    const bool use_maximum = kFirst || kDataMask || safe || edge || __any_sync(~0u, unseen);
     float factor[2] = {1.0f, 1.0f}, block_sum[2];
-    const bool rescale = use_maximum && raise_to_maximum(factor, safe ? kSafeOffset : 0.0f);
+    bool rescale = false;
+    if constexpr (!kPlain) {
+      if (edge || MASK) mask_scores(block);
+      rescale = raise_to_maximum(factor, safe ? kSafeOffset : 0.0f);
+    }
     exponentiate(block, block_sum, [&] {
-      if constexpr (!kFirst) finish_pv();
-      if (rescale) scale_output(factor);
+      if constexpr (kPending != Pending::nothing) finish_pv();
+      if constexpr (kPending != Pending::last_tile) {
+        if (rescale) scale_output(factor);
+      }
     });
-    sum[0] += block_sum[0];
-    sum[1] += block_sum[1];
-    if (!use_maximum) raise_if_large(block_sum);
+    rows.sum[0] += block_sum[0];
+    rows.sum[1] += block_sum[1];
+    if constexpr (kPlain) raise_if_large(block_sum);
+    if constexpr (kPending == Pending::last_tile) {
+      write(done, safe);
+      clear_output();
+    }
   }
 
   __device__ void start_pv() {
@@ -544,6 +568,22 @@ struct Consumer {
     ptx::pin(o);
     release(shared.v_empty[v_ring.slot]);
     v_ring.advance();
+  }
+  __device__ void clear_output() {
+#pragma unroll
+    for (int e = 0; e < VALUE_DIM / 2; ++e) o[e] = 0.0f;
+  }
+
+  // Makes the products that are pending.
+  __device__ void flush(bool safe) {
+    if (pending == Pending::nothing) return;
+    start_pv();
+    finish_pv();
+    if (pending == Pending::last_tile) {
+      write(done, safe);
+      clear_output();
+    }
+    pending = Pending::nothing;
   }
 
   // A block that this warpgroup does not need. Its slots are full before they are given back: the phases stay in order.
@@ -558,79 +598,78 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // Returns whether the results are finite.
-  __device__ bool run_tile(Blocks blocks, bool safe) {
-    const int row0 = tile.m * kRows + warpgroup * kRowsOfWarpgroup;
-    row[0] = row0 + warp * 16 + lane / 4;
-    row[1] = row[0] + 8;
-#pragma unroll
-    for (int e = 0; e < VALUE_DIM / 2; ++e) o[e] = 0.0f;
-    reference[0] = reference[1] = minus_infinity();
-    sum[0] = sum[1] = 0.0f;
-    if (blocks.any()) {
-      load_q();
-      // Blocks [seen.begin, seen.end) are visible to a row of the warpgroup, [full.begin, full.end) to each of them.
-      const Range rows{row0, min_index(p.seqlen_q, row0 + kRowsOfWarpgroup)};
-      const Range some = blocks.vis.keys_of_rows(rows), all = blocks.vis.keys_of_all_rows(rows);
-      const int seen_begin = some.empty() ? 0 : static_cast<int>(some.begin / kKeys);
-      const int seen_end = some.empty() ? 0 : static_cast<int>(ceil_div(some.end, kKeys));
-      const int full_begin = static_cast<int>(ceil_div(all.begin, kKeys)), full_end = static_cast<int>(all.end / kKeys);
-      bool pending = false;  // products p v of the block before are still to be made
-      for (; blocks.any(); blocks.advance()) {
-        const int block = blocks.next;
-        bool hidden = block < seen_begin || block >= seen_end;
-        bool edge = block < full_begin || block >= full_end;
-        if constexpr (BLOCK_MASK) {
-          if (!hidden) {
-            const TileKind kind = blocks.vis.classify(rows, blocks.keys_of(block));
-            hidden = kind == TileKind::hidden;
-            edge = edge || kind == TileKind::edge;
-          }
-        }
-        if (hidden) {
-          // Its slot of v may be needed before the next block of this warpgroup is there.
-          if (pending) flush();
-          pending = false;
-          skip();
-        } else if (pending) {
-          step<false>(block, edge, safe);
-        } else {
-          step<true>(block, edge, safe);
-          pending = true;
+  // All blocks of the tile; leaves the products of the last one pending.
+  __device__ void run_blocks(Blocks& blocks, bool safe) {
+    const Index row0 = rows.tile.m * kRows + warpgroup * kRowsOfWarpgroup;
+    const Range own{row0, min_index(p.seqlen_q, row0 + kRowsOfWarpgroup)};
+    // Blocks [seen_begin, seen_end) are visible to a row of the warpgroup, [full_begin, full_end) to each of them; from
+    // settled_end on down each row sees a key of the block.
+    const Range some = blocks.vis.keys_of_rows(own), all = blocks.vis.keys_of_all_rows(own);
+    const int seen_begin = some.empty() ? 0 : static_cast<int>(some.begin / kKeys);
+    const int seen_end = some.empty() ? 0 : static_cast<int>(ceil_div(some.end, kKeys));
+    const int full_begin = static_cast<int>(ceil_div(all.begin, kKeys)), full_end = static_cast<int>(all.end / kKeys);
+    const int settled_end = static_cast<int>(ceil_div(all.end, kKeys));
+    bool settled = false;
+    while (blocks.any()) {
+      const int block = blocks.next;
+      bool hidden = block < seen_begin || block >= seen_end;
+      bool edge = block < full_begin || block >= full_end;
+      if constexpr (BLOCK_MASK) {
+        if (!hidden) {
+          const TileKind kind = blocks.vis.classify(own, blocks.keys_of(block));
+          hidden = kind == TileKind::hidden;
+          edge = edge || kind == TileKind::edge;
         }
       }
-      if constexpr (!Q_IN_REGISTERS) release_q();
-      if (pending) flush();
+      if (hidden) {
+        // Its slot of v may be needed before the next block of this warpgroup is there.
+        flush(safe);
+        skip();
+        blocks.advance();
+        continue;
+      }
+      if constexpr (!kDataMask && !BLOCK_MASK) {
+        if (settled && !edge && !safe) {
+          for (; blocks.any() && blocks.next >= full_begin; blocks.advance())
+            step<Pending::this_tile, true>(blocks.next, false, false);
+          continue;
+        }
+        settled = block < settled_end && block >= full_begin;
+      }
+      if (pending == Pending::this_tile) {
+        step<Pending::this_tile, false>(block, edge, safe);
+      } else if (pending == Pending::last_tile) {
+        step<Pending::last_tile, false>(block, edge, safe);
+      } else {
+        step<Pending::nothing, false>(block, edge, safe);
+      }
+      pending = Pending::this_tile;
+      blocks.advance();
     }
-    return write();
-  }
-  __device__ void flush() {
-    start_pv();
-    finish_pv();
   }
 
   // -- results --
 
-  // out = o / sum and lse. Returns whether all is finite.
-  __device__ bool write() {
+  // out = o / sum and lse. Notes the tile if not all is finite.
+  __device__ void write(const Rows& of, bool safe) {
     float inverse[2], not_finite = 0.0f;  // becomes NaN
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float total = sum[r] + __shfl_xor_sync(~0u, sum[r], 1);
+      float total = of.sum[r] + __shfl_xor_sync(~0u, of.sum[r], 1);
       total += __shfl_xor_sync(~0u, total, 2);
       not_finite += total * 0.0f;
-      float top = reference[r], kept = 1.0f;
+      float top = of.reference[r], kept = 1.0f;
       if constexpr (SINKS) {
-        const float sink = p.sinks[tile.h * p.sinks_stride] * kLog2E;
+        const float sink = p.sinks[of.tile.h * p.sinks_stride] * kLog2E;
         top = fmaxf(top, sink);
         if (top != minus_infinity()) {
-          kept = ptx::exp2(reference[r] - top);
+          kept = ptx::exp2(of.reference[r] - top);
           total = total * kept + ptx::exp2(sink - top);
         }
       }
-      inverse[r] = total == 0.0f ? 0.0f : kept / total;
-      if (p.lse != nullptr && (lane & 3) == 0 && row[r] < p.seqlen_q) {
-        p.lse[tile.b * p.lse_strides.s0 + tile.h * p.lse_strides.s1 + row[r] * p.lse_strides.s2] =
+      inverse[r] = total == 0.0f ? 0.0f : __fdividef(kept, total);
+      if (p.lse != nullptr && (lane & 3) == 0 && of.row[r] < p.seqlen_q) {
+        p.lse[of.tile.b * p.lse_strides.s0 + of.tile.h * p.lse_strides.s1 + of.row[r] * p.lse_strides.s2] =
             total == 0.0f ? minus_infinity() : (top + ptx::log2(total)) * kLn2;
       }
     }
@@ -641,21 +680,23 @@ struct Consumer {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      Element* out = static_cast<Element*>(p.out) + of.tile.b * p.out_strides.s0 + of.row[r] * p.out_strides.s1 +
+                     of.tile.h * p.out_strides.s2;
+      const int columns = of.row[r] < p.seqlen_q ? p.value_dim : 0;
       if (p.vector_out) {
-        write_row_by_vectors(r);
+        write_row_by_vectors(r, out, columns);
       } else {
-        write_row(r);
+        write_row(r, out, columns);
       }
     }
-    return not_finite == 0.0f;
-  }
-
-  __device__ Element* out_row(int r) const {
-    return static_cast<Element*>(p.out) + tile.b * p.out_strides.s0 + row[r] * p.out_strides.s1 + tile.h * p.out_strides.s2;
+    if (__any_sync(~0u, not_finite != 0.0f) && !safe && lane == 0) {
+      const int bit = of.tile.n >> p.redo_shift;
+      atomicOr(&shared.redo[bit / 32], 1u << (bit % 32));
+    }
   }
 
   // Of 32 columns each lane of four has two of every 8; a transposition among the four gives each 8 neighbours.
-  __device__ void write_row_by_vectors(int r) {
+  __device__ void write_row_by_vectors(int r, Element* out, int columns) {
     const int quarter = lane & 3;
 #pragma unroll
     for (int i = 0; i < VALUE_DIM / 32; ++i) {
@@ -667,8 +708,7 @@ struct Consumer {
       exchange(word[0], word[2], 2);
       exchange(word[1], word[3], 2);
       const int column = 32 * i + 8 * quarter;
-      if (row[r] < p.seqlen_q && column < p.value_dim)
-        *reinterpret_cast<uint4*>(out_row(r) + column) = make_uint4(word[0], word[1], word[2], word[3]);
+      if (column < columns) *reinterpret_cast<uint4*>(out + column) = make_uint4(word[0], word[1], word[2], word[3]);
     }
   }
   // Between a lane and its neighbour at distance `bit`: the lower lane gives its b for the upper one's a.
@@ -682,14 +722,13 @@ struct Consumer {
     }
   }
 
-  __device__ void write_row(int r) {
-    if (row[r] >= p.seqlen_q) return;
+  __device__ void write_row(int r, Element* out, int columns) {
 #pragma unroll
     for (int g = 0; g < VALUE_DIM / 8; ++g) {
       const int column = 8 * g + 2 * (lane & 3);
       const unsigned pair = ptx::pack(o[4 * g + 2 * r], o[4 * g + 2 * r + 1]);
-      if (column < p.value_dim) out_row(r)[column] = static_cast<Element>(pair);
-      if (column + 1 < p.value_dim) out_row(r)[column + 1] = static_cast<Element>(pair >> 16);
+      if (column < columns) out[column] = static_cast<Element>(pair);
+      if (column + 1 < columns) out[column + 1] = static_cast<Element>(pair >> 16);
     }
   }
 
@@ -697,14 +736,38 @@ struct Consumer {
 
   template <typename Wanted>
   __device__ void run(const Wanted& wanted, bool safe) {
-    for (int n = 0; tile_index(n) < p.tiles; ++n) {
-      if (!wanted(n)) continue;
-      tile = tile_of(p, tile_index(n));
-      const bool finite = run_tile(Blocks(p, tile), safe);
-      if (!__all_sync(~0u, finite) && !safe && lane == 0) {
-        const int bit = n >> p.redo_shift;
-        atomicOr(&shared.redo[bit / 32], 1u << (bit % 32));
+    for (int n = 0;; ++n) {
+      // Not handed over in shared memory: found anew, it is known to the compiler to be the same in all threads.
+      Tile tile;
+      const Find found = find_tile(p, n, tile);
+      if (found == Find::end) break;
+      if (found == Find::nothing || !wanted(n)) continue;
+      ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[q_ring.slot]), q_ring.parity);
+      if (pending == Pending::this_tile) {
+        pending = Pending::last_tile;
+        done = rows;
+      } else {
+        clear_output();
       }
+      rows.tile = tile;
+      rows.row[0] = tile.m * kRows + warpgroup * kRowsOfWarpgroup + warp * 16 + lane / 4;
+      rows.row[1] = rows.row[0] + 8;
+      rows.reference[0] = rows.reference[1] = minus_infinity();
+      rows.sum[0] = rows.sum[1] = 0.0f;
+      Blocks blocks(p, tile);
+      const bool any = blocks.any();
+      if (any) load_q();
+      if constexpr (Q_IN_REGISTERS) release_q();
+      run_blocks(blocks, safe);
+      if constexpr (!Q_IN_REGISTERS) release_q();
+      if (pending != Pending::this_tile) {  // a tile without visible keys
+        flush(safe);
+        write(rows, safe);
+      }
+    }
+    if (pending == Pending::this_tile) {
+      flush(safe);
+      write(rows, safe);
     }
   }
 };
@@ -756,7 +819,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (any_to_be_redone() && thread == 0) producer.run(to_be_redone);
   } else {
     ptx::take_registers<CONSUMER_REGISTERS>();
-    Consumer consumer{.p = p, .shared = shared, .warpgroup = warpgroup - 1, .warp = (thread / 32) & 3, .lane = thread & 31};
+    Consumer consumer{
+        .p = p, .shared = shared, .warpgroup = warpgroup - 1, .warp = (thread / 32) & 3, .lane = thread & 31};
     consumer.begin_turns();
     for (int pass = 0; pass < 2; ++pass) {
       const bool safe = pass == 1;

@@ -42,10 +42,11 @@ struct HopperForwardParams {
   unsigned dropout_threshold;
   float dropout_kept;
 
-  int tiles, query_tiles;  // in all, and of one head
-  int heads_in_section;    // heads whose tiles are ordered by length together: their keys fit the L2 cache
-  int sequence_heads;      // batch * heads_q
-  int redo_shift;          // tiles of a block that share one bit of the list of tiles to be done again, log2
+  int query_tiles;     // of a head
+  int pieces;          // of work of a head: its tiles, or pairs of them
+  int all_pieces;      // of all heads
+  int sequence_heads;  // batch * heads_q
+  int redo_shift;      // tiles of a block that share one bit of the list of tiles to be done again, log2
 };
 
 }  // namespace headrace::cuda

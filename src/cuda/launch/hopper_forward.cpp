@@ -15,8 +15,7 @@
 namespace headrace::cuda {
 namespace {
 
-constexpr std::int64_t section_bytes = std::int64_t{24} << 20;  // of keys and values: about half of the L2 cache
-constexpr int redo_bits = 2048;                                 // of the kernel's list of tiles to be done again
+constexpr int redo_bits = 2048;  // of the kernel's list of tiles to be done again
 
 int rows_of(const HopperForwardTile& tile) { return 64 * tile.warpgroups; }
 
@@ -39,7 +38,7 @@ class HopperForward final : public Kernel {
     check_for_tma("q", q());
     check_for_tma("k", k());
     check_for_tma("v", v());
-    params_ = params(static_cast<int>(query_tiles), static_cast<int>(all));
+    params_ = params(static_cast<int>(query_tiles));
     const ContextScope context(p.device_index);
     if (all > 0) load_kernel(source_);  // compiled now, if it must be
   }
@@ -52,7 +51,7 @@ class HopperForward final : public Kernel {
             .tile_q = rows_of(tile_),
             .tile_k = tile_.keys,
             .splits = 1,
-            .tasks = params_.tiles,
+            .tasks = params_.all_pieces,
             .threads = blocks(),
             .available_threads = multiprocessors_,
             .key_reuse = 1,
@@ -63,7 +62,7 @@ class HopperForward final : public Kernel {
 
   void execute(const Buffers& buffers, std::byte* /*workspace*/) const override {
     const Problem& p = problem_;
-    if (params_.tiles == 0) return;
+    if (blocks() == 0) return;
     const ContextScope context(p.device_index);
     check_pointers(p, buffers);
     const LoadedKernel& kernel = load_kernel(source_);
@@ -105,7 +104,7 @@ class HopperForward final : public Kernel {
     return {problem_.batch, problem_.seqlen_k, problem_.heads_kv, problem_.value_dim, problem_.v};
   }
 
-  [[nodiscard]] int blocks() const { return std::min(multiprocessors_, params_.tiles); }
+  [[nodiscard]] int blocks() const { return std::min(multiprocessors_, params_.all_pieces); }
 
   [[nodiscard]] std::size_t shared_bytes() const {
     const auto panels = [](int size) { return ceil_div(size, 64) * 64; };
@@ -116,7 +115,7 @@ class HopperForward final : public Kernel {
   }
 
   // All but the pointers.
-  [[nodiscard]] HopperForwardParams params(int query_tiles, int all) const {
+  [[nodiscard]] HopperForwardParams params(int query_tiles) const {
     const Problem& p = problem_;
     const auto pair = [](const PairStrides& s) {
       return HopperForwardParams::Strides4{s.batch, s.head, s.query, s.key};
@@ -146,13 +145,11 @@ class HopperForward final : public Kernel {
     params.seed = p.seed;
     params.dropout_threshold = dropout.threshold();
     params.dropout_kept = static_cast<float>(dropout.kept_scale());
-    params.tiles = all;
     params.query_tiles = query_tiles;
+    params.pieces = paired(p) ? (query_tiles + 1) / 2 : query_tiles;
     params.sequence_heads = static_cast<int>(p.batch * p.heads_q);
-    const Index head_bytes = std::max<Index>(1, p.seqlen_k * (p.head_dim + p.value_dim) * 2);
-    params.heads_in_section = static_cast<int>(
-        std::clamp<Index>(section_bytes / head_bytes * p.group(), 1, std::max(1, params.sequence_heads)));
-    const Index of_block = all == 0 ? 0 : ceil_div(all, std::min(multiprocessors_, all));
+    params.all_pieces = params.pieces * params.sequence_heads;
+    const Index of_block = 2 * ceil_div(params.all_pieces, multiprocessors_) + 2;
     while ((of_block >> params.redo_shift) >= redo_bits) ++params.redo_shift;
     return params;
   }

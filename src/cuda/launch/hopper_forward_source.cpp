@@ -34,12 +34,9 @@ KernelSource source_of(const HopperForwardTile& t, bool float16,
   return source;
 }
 
-std::vector<std::pair<std::string, long long>> plain_options(bool longest_first) {
-  return {{"POSITIVE_SCALE", 1}, {"LONGEST_FIRST", longest_first},
-          {"SOFTCAP", 0},        {"ALIBI", 0},
-          {"BIAS", 0},           {"MASK", 0},
-          {"BLOCK_MASK", 0},     {"SINKS", 0},
-          {"DROPOUT", 0}};
+std::vector<std::pair<std::string, long long>> plain_options(bool paired) {
+  return {{"POSITIVE_SCALE", 1}, {"PAIRED", paired}, {"SOFTCAP", 0}, {"ALIBI", 0},  {"BIAS", 0},
+          {"MASK", 0},           {"BLOCK_MASK", 0},  {"SINKS", 0},   {"DROPOUT", 0}};
 }
 
 }  // namespace
@@ -49,10 +46,12 @@ const HopperForwardTile& hopper_forward_tile(std::int64_t head_dim, std::int64_t
   return *std::find_if(tiles.begin(), tiles.end() - 1, fits);
 }
 
+bool paired(const Problem& p) { return p.batch > 0 && !p.band(0).everything(); }
+
 KernelSource hopper_forward_source(const Problem& p) {
   return source_of(hopper_forward_tile(p.head_dim, p.value_dim), p.dtype == HR_FLOAT16,
                    {{"POSITIVE_SCALE", p.scale > 0},
-                    {"LONGEST_FIRST", p.batch > 0 && !p.band(0).everything()},
+                    {"PAIRED", paired(p)},
                     {"SOFTCAP", p.softcap > 0},
                     {"ALIBI", p.has_alibi},
                     {"BIAS", !p.has_bias                  ? 0
@@ -68,8 +67,7 @@ std::vector<KernelSource> hopper_forward_standard_set() {
   std::vector<KernelSource> set;
   for (const HopperForwardTile& tile : tiles) {
     for (const bool float16 : {false, true}) {
-      for (const bool longest_first : {false, true})
-        set.push_back(source_of(tile, float16, plain_options(longest_first)));
+      for (const bool paired : {false, true}) set.push_back(source_of(tile, float16, plain_options(paired)));
     }
   }
   return set;

@@ -20,6 +20,9 @@ struct HopperForwardTile {
 // The tile for a problem's dimensions; the last one, 256 x 256, holds all.
 const HopperForwardTile& hopper_forward_tile(std::int64_t head_dim, std::int64_t value_dim);
 
+// Whether a head's query tiles see different numbers of keys, so that a long one and a short one make a piece of work.
+bool paired(const Problem& problem);
+
 KernelSource hopper_forward_source(const Problem& problem);
 
 // What the build compiles ahead: every tile in both types, with and without a causal mask or window.
