@@ -13,7 +13,12 @@
 
 namespace headrace {
 
-using Index = long long;  // 64 bits on host and device
+#ifndef HEADRACE_INDEX
+#define HEADRACE_INDEX long long
+#endif
+// 64 bits, but for kernels that define HEADRACE_INDEX as int: their lengths, and the finite bounds of their bands, are
+// below 2^30.
+using Index = HEADRACE_INDEX;
 
 HEADRACE_HOST_DEVICE constexpr Index min_index(Index a, Index b) { return a < b ? a : b; }
 HEADRACE_HOST_DEVICE constexpr Index max_index(Index a, Index b) { return a < b ? b : a; }
@@ -31,7 +36,7 @@ struct Range {
 struct Band {
   // Lengths are below 2^40 (validated), so bounds beyond +-2^60 hide or show everything and i + lo
   // cannot overflow.
-  static constexpr Index unbounded = Index{1} << 60;
+  static constexpr Index unbounded = Index{1} << (sizeof(Index) == 8 ? 60 : 30);
 
   Index lo = -unbounded, hi = unbounded;
 
@@ -54,7 +59,7 @@ struct Band {
 // makes the block visible. bits == nullptr: every block is.
 struct BlockMask {
   const unsigned char* bits = nullptr;
-  Index stride_q = 0, stride_k = 0;
+  long long stride_q = 0, stride_k = 0;
   Index block_q = 1, block_k = 1;
 
   HEADRACE_HOST_DEVICE constexpr bool visible(Index i, Index j) const {

@@ -17,6 +17,7 @@
 //   WARPGROUPS, KEYS, STAGES, Q_BUFFERS, Q_IN_REGISTERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS   the tile, see the
 //   launcher POSITIVE_SCALE     scale > 0: it is folded into the exponent PAIRED             rows see different numbers
 //   of keys SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, SINKS, DROPOUT   options that are in use
+#define HEADRACE_INDEX int
 #include "describe/dropout.hpp"
 #include "hopper_forward_params.hpp"
 #include "tiling/tiling.hpp"
@@ -81,11 +82,12 @@ __device__ inline float minus_infinity() { return __int_as_float(static_cast<int
 // middle tile of an odd number. So the blocks of threads change places in each round.
 enum class Find { tile, nothing, end };
 __device__ inline Find find_tile(const Params& p, int n, Tile& tile) {
-  const unsigned block = blockIdx.x, blocks = gridDim.x, round = PAIRED ? n / 2 : n;
-  const unsigned piece = round * blocks + (block + round) % blocks;
-  const unsigned sequence_head = piece / p.pieces, index = piece - sequence_head * p.pieces;
-  tile.b = static_cast<int>(sequence_head / p.heads_q);
-  tile.h = static_cast<int>(sequence_head) - tile.b * p.heads_q;
+  const unsigned blocks = p.blocks.divisor, round = PAIRED ? n / 2 : n, place = blockIdx.x + round;
+  const unsigned piece = round * blocks + place - p.blocks.quotient(place) * blocks;
+  const unsigned sequence_head = p.pieces.quotient(piece), index = piece - sequence_head * p.pieces.divisor;
+  const unsigned b = p.heads_q.quotient(sequence_head);
+  tile.b = static_cast<int>(b);
+  tile.h = static_cast<int>(sequence_head - b * p.heads_q.divisor);
   tile.m = PAIRED && n % 2 == 0 ? p.query_tiles - 1 - static_cast<int>(index) : static_cast<int>(index);
   tile.n = n;
   if (round * blocks >= p.all_pieces) return Find::end;
@@ -95,10 +97,10 @@ __device__ inline Find find_tile(const Params& p, int n, Tile& tile) {
 }
 
 __device__ inline Visibility visibility(const Params& p, const Tile& tile) {
-  Visibility vis{p.band, p.seqlen_q, p.seqlen_k, {}};
+  Visibility vis{{p.band_lo, p.band_hi}, p.seqlen_q, p.seqlen_k, {}};
   if constexpr (BLOCK_MASK) {
     vis.blocks = {p.block_mask + tile.b * p.block_strides.batch + tile.h * p.block_strides.head, p.block_strides.row,
-                  p.block_strides.key, p.block_q, p.block_k};
+                  p.block_strides.key, static_cast<int>(p.block_q.divisor), static_cast<int>(p.block_k.divisor)};
   }
   return vis;
 }
@@ -171,7 +173,7 @@ struct Producer {
     ptx::mbarrier_expect(barrier, sizeof(slots[0]));
     for (int panel = 0; panel < kPanels; ++panel) {
       ptx::tma_load(ptx::shared_address(slots[ring.slot][panel]), map, barrier, panel * kPanel, block * kKeys,
-                    tile.h / p.group, tile.b);
+                    p.group.quotient(tile.h), tile.b);
     }
     ring.advance();
   }
@@ -364,8 +366,8 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Columns [begin, end) of the block are in the band and the sequence.
-      const Index low = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band.lo)) - j0;
-      const Index high = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band.hi + 1)) - j0;
+      const Index low = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band_lo)) - j0;
+      const Index high = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band_hi + 1)) - j0;
       const int begin = static_cast<int>(max_index(-1, low)) - column0,
                 end = static_cast<int>(min_index(kKeys, max_index(-1, high))) - column0;
 #pragma unroll
@@ -383,7 +385,10 @@ struct Consumer {
   __device__ bool visible_by_data(int i, int j) const {
     if (i >= p.seqlen_q || j >= p.seqlen_k) return false;
     if constexpr (BLOCK_MASK) {
-      if (!visibility(p, rows.tile).blocks.visible(i, j)) return false;
+      const unsigned char* bits =
+          p.block_mask + rows.tile.b * p.block_strides.batch + rows.tile.h * p.block_strides.head;
+      if (bits[p.block_q.quotient(i) * p.block_strides.row + p.block_k.quotient(j) * p.block_strides.key] == 0)
+        return false;
     }
     if constexpr (MASK) {
       return p.mask[rows.tile.b * p.mask_strides.batch + rows.tile.h * p.mask_strides.head + i * p.mask_strides.row +

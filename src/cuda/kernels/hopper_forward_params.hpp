@@ -1,10 +1,24 @@
 // The arguments of the Hopper forward kernel, beside the tensor maps of q, k and v: read on host and device.
 #pragma once
 
-#include "describe/dropout.hpp"
-#include "tiling/tiling.hpp"
-
 namespace headrace::cuda {
+
+// Division of numbers below 2^31 by a divisor that the host knows: floor(n / d) = n * m / 2^(32 + shift) with
+// m = ceil(2^(32 + shift) / d) and 2^shift >= d (Granlund and Montgomery, "Division by invariant integers using
+// multiplication", PLDI 1994, section 4). m may need 33 bits: its highest one is left out.
+struct Divisor {
+  unsigned divisor, multiplier, shift;
+
+  static constexpr Divisor of(unsigned d) {
+    Divisor result{d, 0, 0};
+    while ((1ULL << result.shift) < d) ++result.shift;
+    result.multiplier = static_cast<unsigned>(((1ULL << 32) * ((1ULL << result.shift) - d)) / d + 1);
+    return result;
+  }
+#ifdef __CUDACC_RTC__
+  __device__ unsigned quotient(unsigned n) const { return (__umulhi(n, multiplier) + n) >> shift; }
+#endif
+};
 
 struct HopperForwardParams {
   // Strides in elements, over (batch, row, head) or (batch, head, row); of bias and mask over (batch, head, row, key).
@@ -27,23 +41,24 @@ struct HopperForwardParams {
   Strides4 mask_strides;
   const unsigned char* block_mask;
   Strides4 block_strides;  // row and key count blocks
-  long long block_q, block_k;
+  Divisor block_q, block_k;
   const float* alibi_slopes;
   long long alibi_batch, alibi_head;
   const float* sinks;
   long long sinks_stride;
 
-  Band band;
+  int band_lo, band_hi;  // key j is visible to query i where lo <= j - i <= hi; within +-2^30
   int seqlen_q, seqlen_k, value_dim;
-  int heads_q, group;  // query heads that read one key-value head
-  float scale;         // of the scores
+  Divisor heads_q, group;  // group: query heads that read one key-value head
+  float scale;             // of the scores
   float softcap, inverse_softcap;
   unsigned long long seed;
   unsigned dropout_threshold;
   float dropout_kept;
 
   int query_tiles;     // of a head
-  int pieces;          // of work of a head: its tiles, or pairs of them
+  Divisor pieces;      // of work of a head: its tiles, or pairs of them
+  Divisor blocks;      // of threads
   int all_pieces;      // of all heads
   int sequence_heads;  // batch * heads_q
   int redo_shift;      // tiles of a block that share one bit of the list of tiles to be done again, log2

@@ -11,11 +11,15 @@
 #include "cuda/launch/cuda_kernel.hpp"
 #include "cuda/launch/hopper_forward_source.hpp"
 #include "cuda/launch/tensor_map.hpp"
+#include "describe/dropout.hpp"
 
 namespace headrace::cuda {
 namespace {
 
 constexpr int redo_bits = 2048;  // of the kernel's list of tiles to be done again
+
+// Of 1 where there is nothing to divide.
+Divisor divisor(std::int64_t d) { return Divisor::of(static_cast<unsigned>(std::max<std::int64_t>(d, 1))); }
 
 int rows_of(const HopperForwardTile& tile) { return 64 * tile.warpgroups; }
 
@@ -127,17 +131,22 @@ class HopperForward final : public Kernel {
     params.bias_strides = pair(p.bias);
     params.mask_strides = pair(p.mask);
     params.block_strides = pair(p.block_mask);
-    params.block_q = p.block_q;
-    params.block_k = p.block_k;
+    // A block longer than any sequence is as good as one of 2^30.
+    params.block_q = divisor(std::min<Index>(p.block_q, Index{1} << 30));
+    params.block_k = divisor(std::min<Index>(p.block_k, Index{1} << 30));
     params.alibi_batch = p.alibi_batch_stride;
     params.alibi_head = p.alibi_head_stride;
     params.sinks_stride = p.sinks_stride;
-    if (p.batch > 0) params.band = p.band(0);
+    if (p.batch > 0) {
+      constexpr Index limit = Index{1} << 30;
+      params.band_lo = static_cast<int>(std::clamp(p.band(0).lo, -limit, limit - 1));
+      params.band_hi = static_cast<int>(std::clamp(p.band(0).hi, -limit, limit - 1));
+    }
     params.seqlen_q = static_cast<int>(p.seqlen_q);
     params.seqlen_k = static_cast<int>(p.seqlen_k);
     params.value_dim = static_cast<int>(p.value_dim);
-    params.heads_q = static_cast<int>(p.heads_q);
-    params.group = static_cast<int>(p.group());
+    params.heads_q = divisor(p.heads_q);
+    params.group = divisor(p.group());
     params.scale = static_cast<float>(p.scale);
     params.softcap = static_cast<float>(p.softcap);
     params.inverse_softcap = p.softcap > 0 ? static_cast<float>(1.0 / p.softcap) : 0.0f;
@@ -146,9 +155,11 @@ class HopperForward final : public Kernel {
     params.dropout_threshold = dropout.threshold();
     params.dropout_kept = static_cast<float>(dropout.kept_scale());
     params.query_tiles = query_tiles;
-    params.pieces = paired(p) ? (query_tiles + 1) / 2 : query_tiles;
+    params.pieces = divisor(paired(p) ? (query_tiles + 1) / 2 : query_tiles);
     params.sequence_heads = static_cast<int>(p.batch * p.heads_q);
-    params.all_pieces = params.pieces * params.sequence_heads;
+    params.all_pieces = static_cast<int>(params.pieces.divisor) * params.sequence_heads;
+    if (query_tiles == 0) params.all_pieces = 0;
+    params.blocks = divisor(std::min(multiprocessors_, params.all_pieces));
     const Index of_block = 2 * ceil_div(params.all_pieces, multiprocessors_) + 2;
     while ((of_block >> params.redo_shift) >= redo_bits) ++params.redo_shift;
     return params;
