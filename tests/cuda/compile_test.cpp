@@ -46,6 +46,7 @@ TEST(Digest, IsSha256) {
 TEST(KernelSource, NamesItself) {
   EXPECT_EQ(name_of({"forward", "f.cuh", {}}), "forward");
   EXPECT_EQ(name_of(scale_kernel(-3)), "scale<FACTOR=-3, THREADS=128>");
+  EXPECT_EQ(name_of(scale_kernel(0)), "scale<THREADS=128>");
 }
 
 TEST(KernelSource, ReachesWhatItIncludes) {

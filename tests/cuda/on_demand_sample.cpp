@@ -1,12 +1,55 @@
 #include "on_demand_sample.hpp"
 
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/standard_set.hpp"
+
 namespace headrace::cuda {
+namespace {
+
+long long constant_of(const KernelSource& source, const std::string& name) {
+  for (const auto& [constant, value] : source.constants)
+    if (constant == name) return value;
+  return 0;
+}
+
+KernelSource with(KernelSource source, const std::string& name, long long value) {
+  for (auto& [constant, old] : source.constants)
+    if (constant == name) {
+      old = value;
+      return source;
+    }
+  throw std::logic_error(name_of(source) + " has no constant " + name);
+}
+
+// Each option alone, and all together.
+void add_hopper_forward(std::vector<KernelSource>& sample) {
+  const std::vector<KernelSource> set = standard_set();
+  const auto base = std::find_if(set.begin(), set.end(), [](const KernelSource& source) {
+    return source.entry == "hopper_forward" && constant_of(source, "HEAD_DIM") == 128;
+  });
+  if (base == set.end()) throw std::logic_error("the standard set has no hopper_forward with HEAD_DIM 128");
+  sample.push_back(with(*base, "POSITIVE_SCALE", 0));
+  sample.push_back(with(*base, "BIAS", 2));
+  KernelSource all = *base;
+  for (const char* option : {"SOFTCAP", "ALIBI", "BIAS", "MASK", "BLOCK_MASK", "SINKS", "DROPOUT"}) {
+    sample.push_back(with(*base, option, 1));
+    all = with(all, option, 1);
+  }
+  sample.push_back(all);
+}
+
+}  // namespace
 
 std::vector<KernelSource> on_demand_sample() {
-  return {
+  std::vector<KernelSource> sample = {
       {"scale", "test/scale.cuh", {{"FACTOR", 3}, {"THREADS", 256}}},
       {"wgmma", "test/wgmma.cuh", {}},
   };
+  add_hopper_forward(sample);
+  return sample;
 }
 
 }  // namespace headrace::cuda

@@ -73,45 +73,73 @@ Listing read_listing(std::string_view sass) {
   return listing;
 }
 
-// Which instructions may follow each. BSYNC continues at the label that the BSSY of its barrier has set before, which
-// may stand far from it: what the barriers hold is followed along every way.
-std::vector<std::vector<std::size_t>> successors_of(const Listing& listing) {
-  using Barriers = std::map<std::string_view, std::set<std::size_t>>;
-  const std::size_t count = listing.code.size();
-  std::vector<std::vector<std::size_t>> successors(count);
-  std::vector<Barriers> held(count);
-  std::vector<bool> seen(count, false);
-  std::vector<std::size_t> open = {0};
-  while (!open.empty()) {
-    const std::size_t at = open.back();
-    open.pop_back();
-    if (at >= count) continue;
-    seen[at] = true;
-    const Instruction& instruction = listing.code[at];
-    const std::string_view operation = instruction.operation;
-    std::set<std::size_t> targets;
-    for (const std::string_view name : instruction.targets)
-      if (const auto label = listing.labels.find(name); label != listing.labels.end()) targets.insert(label->second);
-    Barriers barriers = held[at];
-    std::set<std::size_t> next;
-    if (operation == "BSSY") barriers[instruction.barrier] = targets;
-    if (operation == "BSYNC") next = barriers[instruction.barrier];
-    if (operation == "BRA" || operation == "BRX" || operation == "WARPSYNC") next = targets;
-    const bool leaves = operation == "BRA" || operation == "BRX" || operation == "EXIT" || operation == "RET" ||
-                        (operation == "BSYNC" && !next.empty());
-    if (!leaves || instruction.conditional) next.insert(at + 1);
-    for (const std::size_t to : next) {
-      if (to >= count) continue;
-      bool changed = !seen[to];
-      for (const auto& [barrier, labels] : barriers)
-        for (const std::size_t label : labels) changed = held[to][barrier].insert(label).second || changed;
-      if (changed) open.push_back(to);
-    }
-    successors[at].assign(next.begin(), next.end());
-    std::erase_if(successors[at], [&](std::size_t to) { return to >= count; });
-  }
-  return successors;
+bool may_leave(const Instruction& instruction) {
+  static const std::set<std::string_view> leaving = {"BRA", "BRX", "BSYNC", "EXIT", "RET", "WARPSYNC"};
+  return leaving.contains(instruction.operation);
 }
+
+// Which instructions may follow each. BSYNC continues at the label that the BSSY of its barrier has set before, which
+// may stand far from it: what the barriers hold is followed along every way, from block to block.
+class Flow {
+ public:
+  explicit Flow(const Listing& listing)
+      : listing_(listing), successors_(listing.code.size()), begins_block_(listing.code.size() + 1, false) {
+    for (const auto& [label, at] : listing.labels) begins_block_[at] = true;
+    for (std::size_t i = 0; i < listing.code.size(); ++i)
+      if (may_leave(listing.code[i])) begins_block_[i + 1] = true;
+    if (!listing.code.empty()) reach(0, {});
+    while (!open_.empty()) follow(open_.extract(open_.begin()).value());
+  }
+  const std::vector<std::vector<std::size_t>>& successors() const { return successors_; }
+
+ private:
+  using Barriers = std::map<std::string_view, std::set<std::size_t>>;  // where each of them continues
+
+  // The block at `at` may begin with these: it is followed if that is new.
+  void reach(std::size_t at, const Barriers& barriers) {
+    const auto [known, is_new] = held_.try_emplace(at);
+    bool changed = is_new;
+    for (const auto& [barrier, labels] : barriers)
+      for (const std::size_t label : labels) changed = known->second[barrier].insert(label).second || changed;
+    if (changed) open_.insert(at);
+  }
+
+  void follow(std::size_t at) {
+    Barriers barriers = held_[at];
+    for (;; ++at) {
+      const std::set<std::size_t> next = next_of(at, barriers);
+      successors_[at].assign(next.begin(), next.end());
+      const bool goes_on = next.size() == 1 && *next.begin() == at + 1 && !begins_block_[at + 1];
+      if (goes_on) continue;
+      for (const std::size_t to : next) reach(to, barriers);
+      return;
+    }
+  }
+
+  std::set<std::size_t> next_of(std::size_t at, Barriers& barriers) const {
+    const Instruction& instruction = listing_.code[at];
+    std::set<std::size_t> targets, next;
+    for (const std::string_view name : instruction.targets)
+      if (const auto label = listing_.labels.find(name); label != listing_.labels.end()) targets.insert(label->second);
+    if (instruction.operation == "BSSY")
+      barriers[instruction.barrier] = targets;
+    else if (instruction.operation == "BSYNC")
+      next = barriers[instruction.barrier];
+    else if (may_leave(instruction))
+      next = targets;
+    const bool stays = !may_leave(instruction) || instruction.conditional || instruction.operation == "WARPSYNC" ||
+                       (instruction.operation == "BSYNC" && next.empty());
+    if (stays) next.insert(at + 1);
+    std::erase_if(next, [&](std::size_t to) { return to >= listing_.code.size(); });
+    return next;
+  }
+
+  const Listing& listing_;
+  std::vector<std::vector<std::size_t>> successors_;
+  std::vector<bool> begins_block_;
+  std::map<std::size_t, Barriers> held_;  // at the beginning of each block
+  std::set<std::size_t> open_;            // blocks to be followed, from the first on
+};
 
 // Instructions in an order in which each comes before those that follow it, but for the way back in loops.
 std::vector<std::size_t> topological_order(const std::vector<std::vector<std::size_t>>& successors) {
@@ -138,7 +166,8 @@ using Loop = std::set<std::size_t>;  // the instructions of a natural loop
 // Cooper, Harvey, Kennedy: "A simple, fast dominance algorithm" (2001). A branch to an instruction that dominates it
 // closes a loop; a branch from code that the compiler has moved out of the way back into it does not.
 std::vector<Loop> loops_of(const Listing& listing) {
-  const auto successors = successors_of(listing);
+  const Flow flow(listing);
+  const auto& successors = flow.successors();
   const std::vector<std::size_t> order = topological_order(successors);
   const std::size_t count = listing.code.size(), none = count;
   std::vector<std::size_t> rank(count, none), dominator(count, none);

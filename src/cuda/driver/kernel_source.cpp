@@ -56,7 +56,7 @@ std::vector<std::string_view> includes_of(std::string_view text) {
 std::string name_of(const KernelSource& source) {
   std::string constants;
   for (const auto& [name, value] : source.constants)
-    constants += fmt::format("{}{}={}", constants.empty() ? "" : ", ", name, value);
+    if (value != 0) constants += fmt::format("{}{}={}", constants.empty() ? "" : ", ", name, value);
   return constants.empty() ? source.entry : fmt::format("{}<{}>", source.entry, constants);
 }
 

@@ -23,7 +23,8 @@ struct KernelSource {
   bool operator==(const KernelSource&) const = default;
 };
 
-// "hopper_forward<HEAD_DIM=128, CAUSAL=1>": for messages and tables.
+// "hopper_forward<HEAD_DIM=128, KEYS=128>": for messages and tables. Constants of value 0, options that are not in
+// use, are left out.
 std::string name_of(const KernelSource& source);
 
 // The files that are part of the library, written by the build from the list in cmake/Cuda.cmake.
