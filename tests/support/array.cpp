@@ -75,6 +75,8 @@ const char* name_of(Layout layout) {
       return "permuted";
     case Layout::padded:
       return "padded";
+    case Layout::aligned:
+      return "aligned";
     case Layout::reversed:
       return "reversed";
     case Layout::expanded:
@@ -151,6 +153,7 @@ Array::Array(DType dtype, const Shape& shape, Layout layout, Elements elements, 
     if (expand) continue;
     next *= std::max<std::int64_t>(shape[dim], 1);
     if (layout == Layout::padded) next += rng.integer(0, 9);
+    if (layout == Layout::aligned) next = (next + 7) / 8 * 8 + 8 * rng.integer(0, 2);
   }
   std::int64_t first = 0;
   for (std::size_t dim = 0; dim < movable; ++dim) {

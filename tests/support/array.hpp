@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,7 @@ enum class Layout {
   transposed,  // the two middle dimensions exchanged: [b, h, s, d] memory behind a [b, s, h, d] view
   permuted,    // any order of the dimensions
   padded,      // unused elements behind every row, and behind every outer dimension
+  aligned,     // as padded, and all strides multiples of 8 elements: what a GPU reads 16 bytes at a time
   reversed,    // negative strides in some dimensions; inputs only
   expanded     // stride 0 in some dimensions; inputs only
 };
@@ -62,6 +64,10 @@ class Array {
 
   // Every byte of the storage, gaps and guards too.
   void poison(std::uint8_t byte);
+  // All of that memory; arrays that share it give the same span.
+  [[nodiscard]] std::span<std::byte> storage() const {
+    return present() ? std::span(storage_->memory.get(), storage_->size) : std::span<std::byte>();
+  }
   // Remembers the storage for the two questions below.
   void remember();
   [[nodiscard]] bool unchanged() const;       // every byte

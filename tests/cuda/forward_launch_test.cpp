@@ -1,0 +1,290 @@
+// How the forward pass is launched: the same bits every time, on streams, in graphs, from threads; plans; what is
+// refused.
+#include <gmock/gmock.h>
+
+#include <atomic>
+#include <thread>
+
+#include "cuda/driver/context.hpp"
+#include "on_gpu.hpp"
+
+namespace headrace::test {
+namespace {
+
+using cuda::check;
+using cuda::ContextScope;
+using cuda::CUdeviceptr;
+using cuda::driver;
+using testing::HasSubstr;
+using testing::StartsWith;
+
+Spec spec_of(DType dtype, std::int64_t seqlen, std::int64_t dim, Causal causal) {
+  Spec spec{.seed = test_rng().bits(), .dtype = dtype, .batch = 2, .heads_kv = 2, .group = 4};
+  spec.seqlen_q = spec.seqlen_k = seqlen;
+  spec.head_dim = spec.value_dim = dim;
+  spec.causal = causal;
+  return spec;
+}
+
+// A call on the device whose out is contiguous, so that its bits are one copy.
+class Launch {
+ public:
+  Launch(const Spec& spec, const GpuStream& stream)
+      : stream_(stream), call_(make_call(spec)), on_gpu_(call_, stream.get()), size_(2 * call_.out.size()) {
+    on_gpu_.upload();
+  }
+
+  [[nodiscard]] const Call& call() const { return call_; }
+  [[nodiscard]] const Attention& attention() const { return on_gpu_.attention(); }
+  [[nodiscard]] Attention& attention() { return on_gpu_.attention(); }
+
+  // Sets out to NaN, in the order of the stream.
+  void poison() const { check(driver().cuMemsetD8Async(address(), 0xFF, size(), stream_.get()), "cuMemsetD8Async"); }
+  [[nodiscard]] std::vector<std::byte> bits() const {
+    std::vector<std::byte> result(size());
+    check(driver().cuMemcpyDtoHAsync(result.data(), address(), size(), stream_.get()), "cuMemcpyDtoHAsync");
+    stream_.synchronize(call_.spec.describe());
+    return result;
+  }
+  [[nodiscard]] std::vector<std::byte> run() const {
+    poison();
+    forward(on_gpu_.attention());
+    return bits();
+  }
+  // Of the bits that a run gave.
+  [[nodiscard]] std::string judge() {
+    Outcome outcome{.results = {}, .failure = on_gpu_.download()};
+    outcome.results.out = call_.out.values();
+    outcome.results.lse = call_.lse.values();
+    return judge_forward(call_, outcome, exact_forward(call_, 0));
+  }
+
+ private:
+  [[nodiscard]] CUdeviceptr address() const { return reinterpret_cast<CUdeviceptr>(on_gpu_.attention().out.data); }
+  [[nodiscard]] std::size_t size() const { return static_cast<std::size_t>(size_); }
+
+  const GpuStream& stream_;
+  Call call_;
+  GpuCall on_gpu_;
+  std::int64_t size_;
+};
+
+class ForwardLaunch : public OnGpu {};
+
+// Launches on a stream of its own until it ends.
+class BusyStream {
+ public:
+  BusyStream() : thread_([this] { run(); }) {}
+  ~BusyStream() {
+    stop_ = true;
+    thread_.join();
+  }
+  BusyStream(const BusyStream&) = delete;
+  BusyStream& operator=(const BusyStream&) = delete;
+
+ private:
+  void run() const {
+    const ContextScope scope(0);
+    const GpuStream stream;
+    // Few tiles, so that it shares the multiprocessors with others instead of waiting for them.
+    Spec spec = spec_of(DType::bfloat16, 1100, 128, Causal::none);
+    spec.batch = 1;
+    const Launch launch(spec, stream);
+    while (!stop_) {
+      for (int n = 0; n < 20; ++n) forward(launch.attention());
+      stream.synchronize("the busy stream");
+    }
+  }
+
+  std::atomic<bool> stop_ = false;
+  std::thread thread_;
+};
+
+TEST_F(ForwardLaunch, TheSameBitsAThousandTimesBesideABusyStream) {
+  const ContextScope scope(0);
+  const BusyStream busy;
+  const GpuStream stream;
+  std::vector<Spec> specs = {
+      spec_of(DType::bfloat16, 520, 128, Causal::bottom_right), spec_of(DType::float16, 700, 64, Causal::none),
+      spec_of(DType::bfloat16, 400, 256, Causal::bottom_right), spec_of(DType::float16, 333, 96, Causal::none)};
+  specs[1].window_left = 100;
+  specs[3].inputs = Inputs::one_key;  // some tiles are done twice
+  for (const Spec& spec : specs) {
+    const Launch launch(spec, stream);
+    const std::vector<std::byte> first = launch.run();
+    const int count = scaled(1000);
+    for (int n = 1; n < count; ++n) {
+      const std::vector<std::byte> bits = launch.run();
+      if (bits == first) continue;
+      std::size_t different = 0;
+      for (std::size_t i = 0; i < bits.size(); i += 2) different += bits[i] != first[i] || bits[i + 1] != first[i + 1];
+      ADD_FAILURE() << "launch " << n << " has " << different << " other elements of " << bits.size() / 2 << ": "
+                    << spec.describe();
+      break;
+    }
+  }
+}
+
+TEST_F(ForwardLaunch, AGraphGivesTheSameBits) {
+  const ContextScope scope(0);
+  const GpuStream stream;
+  for (const cuda::CUstreamCaptureMode mode :
+       {cuda::CU_STREAM_CAPTURE_MODE_GLOBAL, cuda::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+        cuda::CU_STREAM_CAPTURE_MODE_RELAXED}) {
+    SCOPED_TRACE(static_cast<int>(mode));
+    // A kernel that has not been loaded yet, each time.
+    Launch launch(spec_of(mode == cuda::CU_STREAM_CAPTURE_MODE_GLOBAL ? DType::bfloat16 : DType::float16, 300,
+                          mode == cuda::CU_STREAM_CAPTURE_MODE_RELAXED ? 64 : 128, Causal::bottom_right),
+                  stream);
+    launch.poison();
+    stream.synchronize("poison");
+    check(driver().cuStreamBeginCapture(stream.get(), mode), "cuStreamBeginCapture");
+    std::string error;
+    try {
+      forward(launch.attention());
+    } catch (const Error& thrown) {
+      error = thrown.what();
+    }
+    cuda::CUgraph graph = nullptr;
+    check(driver().cuStreamEndCapture(stream.get(), &graph), "cuStreamEndCapture");
+    ASSERT_EQ(error, "");
+    cuda::CUgraphExec executable = nullptr;
+    check(driver().cuGraphInstantiate(&executable, graph, 0), "cuGraphInstantiate");
+    const std::vector<std::byte> direct = launch.run();
+    for (int replay = 0; replay < 3; ++replay) {
+      launch.poison();
+      check(driver().cuGraphLaunch(executable, stream.get()), "cuGraphLaunch");
+      EXPECT_TRUE(launch.bits() == direct) << "replay " << replay << ": " << launch.call().spec.describe();
+    }
+    EXPECT_EQ(launch.judge(), "") << launch.call().spec.describe();
+    driver().cuGraphExecDestroy(executable);
+    driver().cuGraphDestroy(graph);
+  }
+}
+
+TEST_F(ForwardLaunch, TwoThreadsAtOnce) {
+  const Spec specs[] = {spec_of(DType::bfloat16, 500, 128, Causal::none),
+                        spec_of(DType::float16, 450, 64, Causal::bottom_right)};
+  std::vector<std::thread> workers;
+  for (const Spec& spec : specs)
+    workers.emplace_back([&spec] {
+      const ContextScope scope(0);
+      const GpuStream stream;
+      Launch launch(spec, stream);
+      const std::vector<std::byte> first = launch.run();
+      EXPECT_EQ(launch.judge(), "") << spec.describe();
+      int different = 0;
+      for (int n = 0; n < 300; ++n) different += launch.run() == first ? 0 : 1;
+      EXPECT_EQ(different, 0) << spec.describe();
+    });
+  for (std::thread& worker : workers) worker.join();
+}
+
+// Threads share one plan and execute it on tensors of their own.
+TEST_F(ForwardLaunch, OnePlanForManyThreads) {
+  const ContextScope scope(0);
+  const GpuStream stream;
+  const Spec spec = spec_of(DType::bfloat16, 300, 128, Causal::bottom_right);
+  const Launch planned(spec, stream);
+  const Plan plan(planned.attention(), Pass::forward);
+  EXPECT_EQ(plan.workspace_bytes(), 0u);
+  std::vector<std::thread> workers;
+  for (std::uint64_t t = 0; t < 4; ++t)
+    workers.emplace_back([&, t] {
+      const ContextScope again(0);
+      const GpuStream own;
+      Spec other = spec;
+      other.seed = mix(spec.seed, t);
+      Launch launch(other, own);
+      for (int n = 0; n < 20; ++n) plan.execute(launch.attention(), {});
+      own.synchronize(other.describe());
+      EXPECT_EQ(launch.judge(), "") << other.describe();
+    });
+  for (std::thread& worker : workers) worker.join();
+}
+
+// One scale must not be taken for another where everything else is the same.
+TEST_F(ForwardLaunch, EachCallHasItsOwnOptions) {
+  const ContextScope scope(0);
+  const GpuStream stream;
+  Launch launch(spec_of(DType::bfloat16, 200, 64, Causal::none), stream);
+  const auto with_scale = [&](double scale) {
+    launch.attention().scale = scale;
+    return launch.run();
+  };
+  const std::vector<std::byte> one = with_scale(1.0), half = with_scale(0.5), again = with_scale(1.0);
+  EXPECT_FALSE(one == half);
+  EXPECT_TRUE(one == again);
+}
+
+TEST_F(ForwardLaunch, WorksWithoutACurrentContextAndOnTheDefaultStream) {
+  std::unique_ptr<GpuStream> stream;
+  std::unique_ptr<Launch> launch;
+  std::vector<std::byte> bits;
+  {
+    const ContextScope scope(0);
+    stream = std::make_unique<GpuStream>();
+    launch = std::make_unique<Launch>(spec_of(DType::float16, 260, 128, Causal::none), *stream);
+    bits = launch->run();
+    launch->poison();
+    stream->synchronize("poison");
+  }
+  cuda::CUcontext current = nullptr;
+  check(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent");
+  ASSERT_EQ(current, nullptr);
+  launch->attention().stream = nullptr;
+  forward(launch->attention());
+  check(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent");
+  EXPECT_EQ(current, nullptr);
+  const ContextScope scope(0);
+  check(driver().cuCtxSynchronize(), "cuCtxSynchronize");
+  EXPECT_TRUE(launch->bits() == bits);
+  launch.reset();
+  stream.reset();
+}
+
+TEST_F(ForwardLaunch, RefusesMemoryOfTheHost) {
+  const ContextScope scope(0);
+  const GpuStream stream;
+  Spec spec = spec_of(DType::bfloat16, 130, 64, Causal::none);
+  spec.bias.present = spec.mask.present = spec.blocks.present = true;
+  spec.blocks.block_q = spec.blocks.block_k = 64;
+  spec.alibi = Alibi::heads;
+  spec.sinks = Sinks::normal;
+  Launch launch(spec, stream);
+  const std::vector<std::byte> bits = launch.run();
+  struct Field {
+    const char* name;
+    Tensor Attention::*tensor;
+  };
+  alignas(64) static std::byte host[4096];
+  for (const Field& field :
+       {Field{"q", &Attention::q}, Field{"k", &Attention::k}, Field{"v", &Attention::v}, Field{"out", &Attention::out},
+        Field{"lse", &Attention::lse}, Field{"bias", &Attention::bias}, Field{"mask", &Attention::mask},
+        Field{"alibi_slopes", &Attention::alibi_slopes}, Field{"sinks", &Attention::sinks},
+        Field{"block_mask", &Attention::block_mask}}) {
+    Attention attention = launch.attention();
+    (attention.*field.tensor).data = host;
+    const hr_attention a = attention.c();
+    EXPECT_EQ(hr_forward(&a), HR_ERROR_VALUE) << field.name;
+    EXPECT_THAT(hr_last_error(), StartsWith(std::string(field.name) + ": is at 0x"));
+    EXPECT_THAT(hr_last_error(), HasSubstr("which is not memory of CUDA device 0"));
+  }
+  EXPECT_TRUE(launch.run() == bits);
+}
+
+TEST_F(ForwardLaunch, RefusesMisalignedRows) {
+  const ContextScope scope(0);
+  const GpuStream stream;
+  const Launch launch(spec_of(DType::bfloat16, 130, 64, Causal::none), stream);
+  for (Tensor Attention::*tensor : {&Attention::q, &Attention::k, &Attention::v}) {
+    Attention attention = launch.attention();
+    (attention.*tensor).data = static_cast<std::byte*>((attention.*tensor).data) + 2;
+    const hr_attention a = attention.c();
+    EXPECT_EQ(hr_forward(&a), HR_ERROR_UNSUPPORTED);
+    EXPECT_THAT(hr_last_error(), HasSubstr("; on CUDA it must be aligned to 16 bytes"));
+  }
+}
+
+}  // namespace
+}  // namespace headrace::test
