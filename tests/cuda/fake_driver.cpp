@@ -1,11 +1,13 @@
 // A libcuda.so.1 without a GPU: contexts, modules and functions as the driver keeps them, and nothing that computes.
 // The tests of the driver layer load it in place of the real one. Two devices of compute capability 9.0, unless
-// HEADRACE_FAKE_DRIVER says otherwise: "no device", "old" (a driver that lacks a function), "refuse" (takes no module).
+// HEADRACE_FAKE_DRIVER says otherwise: "no device", "ampere" (capability 8.0), "old" (a driver that lacks a function),
+// "refuse" (takes no module).
 #include <atomic>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <string_view>
 #include <utility>
@@ -35,6 +37,8 @@ std::atomic<int> loads = 0;
 std::mutex mutex;  // of what lives as long as the process:
 std::deque<CUctx_st> contexts;
 std::deque<CUmod_st> modules;
+std::map<CUdeviceptr, std::size_t> allocations;
+std::vector<CUlaunchConfig> launches;
 thread_local std::vector<CUcontext> stack;
 thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
@@ -82,7 +86,7 @@ EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, C
       *value = 50 << 20;
       break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-      *value = 9;
+      *value = behaves("ampere") ? 8 : 9;
       break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
       *value = 0;
@@ -151,6 +155,41 @@ EXPORT CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute, in
   return CUDA_SUCCESS;
 }
 
+// Memory "of the device" is the host's, and known as allocated here.
+EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* address, std::size_t bytes) {
+  constexpr std::size_t alignment = 256;
+  void* memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  if (memory == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+  *address = reinterpret_cast<CUdeviceptr>(memory);
+  const std::lock_guard lock(mutex);
+  allocations[*address] = bytes;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
+  const std::lock_guard lock(mutex);
+  if (allocations.erase(address) == 0) return CUDA_ERROR_INVALID_VALUE;
+  std::free(reinterpret_cast<void*>(address));
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute, CUdeviceptr address) {
+  const std::lock_guard lock(mutex);
+  auto after = allocations.upper_bound(address);
+  if (after == allocations.begin()) return CUDA_ERROR_INVALID_VALUE;
+  const auto& [begin, bytes] = *--after;
+  if (address >= begin + bytes) return CUDA_ERROR_INVALID_VALUE;
+  const unsigned type = CU_MEMORYTYPE_DEVICE;
+  std::memcpy(value, &type, sizeof(type));
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction, void**, void**) {
+  const std::lock_guard lock(mutex);
+  launches.push_back(*config);
+  return CUDA_SUCCESS;
+}
+#ifndef HEADRACE_OLD_DRIVER
+EXPORT CUresult cuTensorMapEncodeTiled() { return CUDA_SUCCESS; }
+#endif
+
 // NVRTC asks the driver, if there is one, for a table of functions that it may use in its place. The first word of a
 // table is its size: this one has none.
 EXPORT CUresult cuGetExportTable(const void** table, const void*) {
@@ -165,9 +204,6 @@ EXPORT CUresult cuGetExportTable(const void** table, const void*) {
 UNUSED(cuCtxSynchronize)
 UNUSED(cuModuleUnload)
 UNUSED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
-UNUSED(cuLaunchKernelEx)
-UNUSED(cuMemAlloc_v2)
-UNUSED(cuMemFree_v2)
 UNUSED(cuMemAllocAsync)
 UNUSED(cuMemFreeAsync)
 UNUSED(cuMemsetD8Async)
@@ -177,7 +213,6 @@ UNUSED(cuMemcpyDtoH_v2)
 UNUSED(cuMemcpyHtoDAsync_v2)
 UNUSED(cuMemcpyDtoHAsync_v2)
 UNUSED(cuMemcpyDtoDAsync_v2)
-UNUSED(cuPointerGetAttribute)
 UNUSED(cuStreamCreate)
 UNUSED(cuStreamDestroy_v2)
 UNUSED(cuStreamSynchronize)
@@ -193,12 +228,17 @@ UNUSED(cuEventDestroy_v2)
 UNUSED(cuEventRecord)
 UNUSED(cuEventSynchronize)
 UNUSED(cuEventElapsedTime)
-#ifndef HEADRACE_OLD_DRIVER
-UNUSED(cuTensorMapEncodeTiled)
-#endif
 
-// For the tests: how many modules have been loaded, and a context that is not a primary one.
+// For the tests: how many modules have been loaded, what was launched, and a context that is not a primary one.
 EXPORT int fake_module_loads() { return loads; }
+EXPORT int fake_launches() {
+  const std::lock_guard lock(mutex);
+  return static_cast<int>(launches.size());
+}
+EXPORT CUlaunchConfig fake_last_launch() {
+  const std::lock_guard lock(mutex);
+  return launches.back();
+}
 EXPORT CUcontext fake_new_context(CUdevice device) {
   const std::lock_guard lock(mutex);
   return &contexts.emplace_back(CUctx_st{device, next_id++});

@@ -38,54 +38,81 @@ TEST_F(ForwardSizes, MoreThan65535Heads) {
   }
 }
 
-// So many tiles that one bit of the kernel's list of those to be done again stands for several. A tenth of the heads
-// has a score that only the second pass can take. All batch entries are one in memory, but for out.
-TEST_F(ForwardSizes, MoreTilesThanTheListOfTilesHasBits) {
-  constexpr std::int64_t batch = 3000, heads = 100, dim = 64;
-  for (const DType dtype : {DType::bfloat16, DType::float16}) {
-    Spec spec{.seed = test_rng().bits(), .dtype = dtype, .group = heads};
-    spec.seqlen_q = 1;
-    spec.seqlen_k = 700;
-    spec.head_dim = spec.value_dim = dim;
+// Many tiles for every block of threads, some of them done again: a tenth of the heads has rows with a score that only
+// the second pass can take. All batch entries are one in memory, but for out, so that one of them need be known.
+class ManyTiles : public ForwardSizes {
+ protected:
+  static void expect_copies(Spec spec, std::int64_t copies) {
     spec.scale = 1.0;
-    spec.want_lse = false;
     Call call = make_call(spec);
     std::vector<double> q = call.q.values(), k = call.k.values();
     for (std::vector<double>* values : {&q, &k})
       for (double& x : *values) x *= 0.3;
-    for (std::size_t h = 0; h < heads; ++h) q[h * dim] = h % 10 == 7 ? 1.0 : 0.0;
-    for (std::size_t j = 0; j < 700; ++j) k[j * dim] = j == 5 ? 500.0 : 0.0;
+    const auto d = static_cast<std::size_t>(spec.head_dim), heads = static_cast<std::size_t>(spec.heads_q());
+    for (std::size_t n = 0; n < q.size() / d; ++n) q[n * d] = n % heads % 10 == 1 && n / heads % 20 == 0 ? 1.0 : 0.0;
+    for (std::size_t j = 0; j < k.size() / d; ++j) k[j * d] = j == 5 ? 500.0 : 0.0;
     call.q.fill(q);
     call.k.fill(k);
     const Results exact = exact_forward(call, 0);
-    const Results bounds = error_bounds(DenseCall(call), exact, dtype, DType::float32, DType::float32);
+    const Results bounds = error_bounds(DenseCall(call), exact, spec.dtype, DType::float32, DType::float32);
 
     const ContextScope scope(0);
     const GpuStream stream;
     const GpuCall small(call, stream.get());
     small.upload();
-    constexpr std::size_t entry = heads * dim * 2;
-    const GpuMemory out(batch * entry);
-    check(driver().cuMemsetD8Async(out.address(), 0xFF, batch * entry, stream.get()), "cuMemsetD8Async");
+    const std::size_t elements = exact.out.size(), entry = 2 * elements;
+    const auto count = static_cast<std::size_t>(copies);
+    const GpuMemory out(count * entry);
+    check(driver().cuMemsetD8Async(out.address(), 0xFF, count * entry, stream.get()), "cuMemsetD8Async");
     Attention attention = small.attention();
     attention.lse = Tensor();
     for (Tensor* tensor : {&attention.q, &attention.k, &attention.v}) {
-      tensor->shape[0] = batch;
+      tensor->shape[0] = copies;
       tensor->stride[0] = 0;
     }
-    attention.out = Tensor(reinterpret_cast<void*>(out.address()), dtype, {batch, 1, heads, dim});
+    attention.out = Tensor(reinterpret_cast<void*>(out.address()), spec.dtype,
+                           {copies, spec.seqlen_q, spec.heads_q(), spec.value_dim});
     forward(attention);
-    std::vector<std::byte> bits(batch * entry);
+    std::vector<std::byte> bits(count * entry);
     check(driver().cuMemcpyDtoHAsync(bits.data(), out.address(), bits.size(), stream.get()), "cuMemcpyDtoHAsync");
     stream.synchronize(spec.describe());
     int failures = 0;
-    for (std::size_t b = 0; b < batch && failures < 3; ++b) {
-      Results got = exact;
-      for (std::size_t n = 0; n < heads * dim; ++n) got.out[n] = decode(dtype, bits.data() + b * entry + 2 * n);
+    Results got = exact;
+    for (std::size_t b = 0; b < count && failures < 3; ++b) {
+      for (std::size_t n = 0; n < elements; ++n) got.out[n] = decode(spec.dtype, bits.data() + b * entry + 2 * n);
       const std::string wrong = differences(call, got, exact, bounds);
       if (wrong.empty()) continue;
       ++failures;
-      ADD_FAILURE() << "batch entry " << b << " of " << spec.describe() << '\n' << wrong;
+      ADD_FAILURE() << "entry " << b << " of " << copies << " that are all this: " << spec.describe() << '\n' << wrong;
+    }
+  }
+};
+
+TEST_F(ManyTiles, SomeAreDoneAgain) {
+  for (const auto& [head_dim, value_dim] : {std::pair(64, 64), {96, 96}, {128, 128}, {192, 128}, {256, 256}}) {
+    for (const Causal causal : {Causal::none, Causal::bottom_right}) {
+      Spec spec{.seed = test_rng().bits(), .dtype = causal == Causal::none ? DType::bfloat16 : DType::float16};
+      spec.group = 3;
+      spec.seqlen_q = 330;
+      spec.seqlen_k = 500;
+      spec.head_dim = head_dim;
+      spec.value_dim = value_dim;
+      spec.causal = causal;
+      expect_copies(spec, 150);
+    }
+  }
+}
+
+// So many that one bit of the kernel's list of tiles to be done again stands for several.
+TEST_F(ManyTiles, MoreThanTheListHasBits) {
+  for (const DType dtype : {DType::bfloat16, DType::float16}) {
+    for (const Causal causal : {Causal::none, Causal::bottom_right}) {
+      Spec spec{.seed = test_rng().bits(), .dtype = dtype, .group = 100};
+      spec.seqlen_q = 1;
+      spec.seqlen_k = 700;
+      spec.head_dim = spec.value_dim = 64;
+      spec.causal = causal;
+      expect_copies(spec, 3000);
     }
   }
 }

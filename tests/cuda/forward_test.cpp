@@ -17,7 +17,8 @@
 namespace headrace::test {
 namespace {
 
-constexpr double max_cost = 2.5e7;  // multiply-adds of a problem
+constexpr double max_cost = 2.5e7;              // multiply-adds of a problem,
+constexpr double max_cost_of_many_tiles = 1e8;  // and of one with more tiles than a GPU has multiprocessors
 constexpr std::int64_t tile_dims[5][2] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {256, 256}};
 
 // What a kernel is compiled for.
@@ -157,15 +158,28 @@ Spec draw(const Variant& v, std::uint64_t number) {
     spec.head_dim = random_dim(rng, largest_d);
     spec.value_dim = rng.chance(0.5) ? std::min(spec.head_dim, largest_dv) : random_dim(rng, largest_dv);
   } while (&cuda::hopper_forward_tile(spec.head_dim, spec.value_dim) != &tile);
-  spec.seqlen_q = random_length(rng);
-  spec.seqlen_k = rng.chance(0.4) ? spec.seqlen_q : random_length(rng);
-  while (spec.cost() > max_cost) {
-    std::int64_t& largest = spec.batch > 1       ? spec.batch
-                            : spec.heads_kv > 1  ? spec.heads_kv
-                            : spec.group > 1     ? spec.group
-                            : spec.seqlen_q > 64 ? spec.seqlen_q
-                                                 : spec.seqlen_k;
-    largest = (largest + 1) / 2;
+  if (rng.chance(0.1)) {
+    // Every block of threads has several tiles, some of them without keys.
+    spec.batch = rng.integer(2, 6);
+    spec.heads_kv = rng.integer(5, 16);
+    spec.group = rng.integer(3, 8);
+    spec.seqlen_q = rng.integer(1, 400);
+    spec.seqlen_k = rng.integer(1, 300);
+    while (spec.cost() > max_cost_of_many_tiles) {
+      std::int64_t& largest = spec.seqlen_k > 40 ? spec.seqlen_k : spec.seqlen_q > 10 ? spec.seqlen_q : spec.group;
+      largest = (largest + 1) / 2;
+    }
+  } else {
+    spec.seqlen_q = random_length(rng);
+    spec.seqlen_k = rng.chance(0.4) ? spec.seqlen_q : random_length(rng);
+    while (spec.cost() > max_cost) {
+      std::int64_t& largest = spec.batch > 1       ? spec.batch
+                              : spec.heads_kv > 1  ? spec.heads_kv
+                              : spec.group > 1     ? spec.group
+                              : spec.seqlen_q > 64 ? spec.seqlen_q
+                                                   : spec.seqlen_k;
+      largest = (largest + 1) / 2;
+    }
   }
   draw_band(rng, v, spec);
   draw_options(rng, v, spec);
