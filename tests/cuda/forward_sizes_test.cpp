@@ -275,8 +275,54 @@ TEST_F(ForwardSizes, OffsetsBeyondTwoToThe31_OfBiasAndMask) {
   }
 }
 
+// A boolean mask of more than 2^32 bytes: every row sees one key, whose value is the result.
+TEST_F(ForwardSizes, AMaskOfMoreThanTwoToThe32Bytes) {
+  constexpr std::int64_t seqlen = 66000, dim = 8;
+  Spec spec{.seed = test_rng().bits(), .dtype = DType::bfloat16};
+  spec.seqlen_q = spec.seqlen_k = seqlen;
+  spec.head_dim = spec.value_dim = dim;
+  Call call = make_call(spec);
+  const ContextScope scope(0);
+  const GpuStream stream;
+  try {
+    constexpr auto bytes = static_cast<std::size_t>(seqlen * seqlen);
+    const GpuMemory mask(bytes);
+    check(driver().cuMemsetD8Async(mask.address(), 0, bytes, stream.get()), "cuMemsetD8Async");
+    Rng rng(spec.seed);
+    std::vector<std::int64_t> keys;
+    for (std::int64_t i = 0; i < seqlen; ++i) {
+      keys.push_back(i % 1000 == 0 ? seqlen - 1 : rng.integer(0, seqlen - 1));
+      check(driver().cuMemsetD8Async(mask.address() + static_cast<CUdeviceptr>(i * seqlen + keys.back()), 1, 1,
+                                     stream.get()),
+            "cuMemsetD8Async");
+    }
+    GpuCall on_gpu(call, stream.get());
+    on_gpu.upload();
+    Attention attention = on_gpu.attention();
+    attention.mask = Tensor(reinterpret_cast<void*>(mask.address()), DType::boolean, {1, 1, seqlen, seqlen});
+    forward(attention);
+    stream.synchronize(spec.describe());
+    EXPECT_EQ(on_gpu.download(), "");
+    const std::vector<double> out = call.out.values(), v = call.v.values();
+    std::size_t wrong = 0;
+    for (std::size_t n = 0; n < out.size(); ++n) {
+      const auto row = n / dim, key = static_cast<std::size_t>(keys[row]);
+      if (out[n] == v[key * dim + n % dim]) continue;
+      if (wrong++ == 0) ADD_FAILURE() << "row " << row << " sees key " << key << " and is " << out[n];
+    }
+    EXPECT_EQ(wrong, 0u);
+  } catch (const Failure& error) {
+    if (!out_of_memory(error)) throw;
+    GTEST_SKIP() << error.what();
+  }
+}
+
 // Dimensions without entries launch nothing and leave no error behind.
 TEST_F(ForwardSizes, NothingToDo) {
+  std::vector<Spec> variants(2, spec_of_spread(1));
+  variants[1].dtype = DType::float16;
+  variants[0].sinks = variants[1].sinks = Sinks::normal;
+  load_variants(variants);
   for (const DType dtype : {DType::bfloat16, DType::float16}) {
     for (const bool sinks : {false, true}) {
       for (int empty = 0; empty < 4; ++empty) {

@@ -266,11 +266,12 @@ void cross_check(const std::vector<Variant>& variants, std::size_t problems) {
     if (failure.empty()) return;
     const std::lock_guard lock(mutex);
     if (++failures > 4) return;
-    std::ostringstream text;
-    text << "HEADRACE_TEST_PROBLEM=" << v.number << ':' << number << ": " << spec.describe() << '\n' << failure;
-    std::printf("%s", text.str().c_str());  // now: a simpler one may hang
+    std::ostringstream name;
+    name << "HEADRACE_TEST_PROBLEM=" << v.number << ':' << number;
+    // Printed before simpler ones are tried, which may hang.
+    std::printf("%s: %s\n%s", name.str().c_str(), spec.describe().c_str(), failure.c_str());
     std::fflush(stdout);
-    ADD_FAILURE() << text.str() << simplest(spec, failure);
+    ADD_FAILURE() << name.str() << " (above)\n" << simplest(spec, failure);
   });
   if (judged < 20) return;
   const double got = std::sqrt(got_squares / judged), standard = std::sqrt(standard_squares / judged);

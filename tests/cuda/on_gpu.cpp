@@ -270,6 +270,16 @@ void load_variant(const cuda::KernelSource& source) {
   cuda::load_kernel(source);
 }
 
+void load_variants(const std::vector<Spec>& specs) {
+  in_parallel(specs.size(), [&](std::size_t n) {
+    try {
+      load_variant(variant_of(specs[n]));
+    } catch (const std::exception&) {
+      return;
+    }
+  });
+}
+
 void in_parallel(std::size_t count, const std::function<void(std::size_t)>& job) {
   std::atomic<std::size_t> next = 0;
   std::vector<std::thread> workers;

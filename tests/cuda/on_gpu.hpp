@@ -91,6 +91,8 @@ cuda::KernelSource variant_of(const Spec& spec);
 
 // Loads the kernel, compiling it if need be.
 void load_variant(const cuda::KernelSource& source);
+// The kernels of all specs, compiled at the same time. What fails is left to their calls to report.
+void load_variants(const std::vector<Spec>& specs);
 
 // Runs job(0) to job(count - 1) on as many threads as there are processors, in this order.
 void in_parallel(std::size_t count, const std::function<void(std::size_t)>& job);
