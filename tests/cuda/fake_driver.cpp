@@ -4,6 +4,7 @@
 // "refuse" (takes no module).
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -187,7 +188,12 @@ EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction, void*
   return CUDA_SUCCESS;
 }
 #ifndef HEADRACE_OLD_DRIVER
-EXPORT CUresult cuTensorMapEncodeTiled() { return CUDA_SUCCESS; }
+EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, std::uint32_t, void*, const std::uint64_t*,
+                                       const std::uint64_t*, const std::uint32_t*, const std::uint32_t*,
+                                       CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                                       CUtensorMapFloatOOBfill) {
+  return CUDA_SUCCESS;
+}
 #endif
 
 // NVRTC asks the driver, if there is one, for a table of functions that it may use in its place. The first word of a
