@@ -31,7 +31,7 @@ void add_hopper_forward(std::vector<KernelSource>& sample) {
     return source.entry == "hopper_forward" && constant_of(source, "HEAD_DIM") == 128;
   });
   if (base == set.end()) throw std::logic_error("the standard set has no hopper_forward with HEAD_DIM 128");
-  sample.push_back(with(*base, "POSITIVE_SCALE", 0));
+  sample.push_back(with(*base, "SMALL_SCALE", 0));
   sample.push_back(with(*base, "BIAS", 2));
   for (const char* option : {"SOFTCAP", "ALIBI", "BIAS", "MASK", "BLOCK_MASK", "SINKS", "DROPOUT"})
     sample.push_back(with(*base, option, 1));

@@ -4,19 +4,20 @@
 // exponentials of one run while another multiplies. Within a warpgroup S = q k^T of a block is issued before P v of
 // the block before it.
 //
-// The running maximum is not followed (DESIGN of the fast path): exponents are taken relative to a reference, the
-// maximum of the tile's first block. A later score may lie above it, and its p above 1, without harm as long as p and
+// The running maximum is not followed: exponents are taken relative to a reference, the maximum of the tile's first
+// block. A later score may lie above it, and its p above 1, without harm as long as p and
 // the sums stay finite. So most blocks need no maximum, which costs a tenth of the time; when a thread's sum of a
 // block passes 2^14 the reference is raised by a power of two. If a result is not finite in the end (a score more than
 // 2^127 above the reference, or values near the largest number), the tile is done again at the end with the maximum of
 // every block, and scaled down so that no finite input overflows. Masked blocks use the maximum anyway.
 //
 // Constants of the compilation:
-//   FLOAT16            the type of q, k, v, out: 1 float16, 0 bfloat16
-//   HEAD_DIM, VALUE_DIM multiples of 16 and 32, <= 256; smaller dimensions are filled up with zeros by TMA
-//   WARPGROUPS, KEYS, STAGES, Q_BUFFERS, Q_IN_REGISTERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS   the tile, see the
-//   launcher POSITIVE_SCALE     scale > 0: it is folded into the exponent PAIRED             rows see different numbers
-//   of keys SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, SINKS, DROPOUT   options that are in use
+// - FLOAT16: the type of q, k, v, out: 1 float16, 0 bfloat16
+// - HEAD_DIM, VALUE_DIM: multiples of 16 and 32, at most 256; TMA fills smaller dimensions up with zeros
+// - WARPGROUPS, KEYS, STAGES, Q_BUFFERS, Q_IN_REGISTERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS: the tile
+// - SMALL_SCALE: 0 < scale <= ln(2): it is folded into the exponent
+// - PAIRED: rows see different numbers of keys
+// - SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, SINKS, DROPOUT: the options in use
 #define HEADRACE_INDEX int
 #include "describe/dropout.hpp"
 #include "hopper_forward_params.hpp"
@@ -45,14 +46,17 @@ constexpr int kPanel = 64;  // columns of a panel of shared memory: 128 bytes
 constexpr int kHeadPanels = (HEAD_DIM + kPanel - 1) / kPanel, kValuePanels = (VALUE_DIM + kPanel - 1) / kPanel;
 constexpr int kRedoWords = 64;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-// Scores are brought to their final value, in units of log2, before the softmax; else the scale is folded into it.
-constexpr bool kFinalScores = SOFTCAP || ALIBI || BIAS || !POSITIVE_SCALE;
-// A mask that is data may hide anything anywhere.
-constexpr bool kDataMask = BIAS || MASK;
+// Scores are brought to their final value before the softmax, in natural units: log2(e) times a score might overflow.
+// Else scale and log2(e) are folded into the exponent, and references are in units of log2.
+constexpr bool kFinalScores = SOFTCAP || ALIBI || BIAS || !SMALL_SCALE;
+constexpr float kUnit = kFinalScores ? kLn2 : 1.0f;  // of references, where p doubles
+// Work on each element, and so code, that outweighs what overlapping the products of two blocks gains: there is one way
+// through such a kernel, which compiles in seconds.
+constexpr bool kOverlap = !(BIAS || MASK || BLOCK_MASK || DROPOUT);
 constexpr float kRaiseAbove = 16384.0f;
 // In the second pass p is at most 2^-64 in bfloat16, so that sums of p v cannot overflow; float16 values are too small
 // for that.
-constexpr float kSafeOffset = FLOAT16 ? 0.0f : 64.0f;
+constexpr float kSafeOffset = FLOAT16 ? 0.0f : 64.0f * kUnit;
 
 using Element = unsigned short;
 
@@ -326,18 +330,14 @@ struct Consumer {
 
   // -- scores --
 
-  // Brings raw products to scores in units of log2.
+  // Brings raw products to scores.
   __device__ void finish_scores(int block) {
     const float slope = ALIBI ? p.alibi_slopes[rows.tile.b * p.alibi_batch + rows.tile.h * p.alibi_head] : 0.0f;
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) {
       const int i = rows.row[(e >> 1) & 1], j = block * kKeys + 8 * (e / 4) + 2 * (lane & 3) + (e & 1);
       float x = s[e] * p.scale;
-      if constexpr (SOFTCAP) {
-        // tanh(x) = 1 - 2 / (e^2x + 1): exact to an absolute 2^-23, at both ends too.
-        const float exponential = ptx::exp2(2.0f * kLog2E * p.inverse_softcap * fabsf(x));
-        x = copysignf(p.softcap * (1.0f - __fdividef(2.0f, exponential + 1.0f)), x);
-      }
+      if constexpr (SOFTCAP) x = p.softcap * tanh(x / p.softcap);
       if constexpr (BIAS) {
         float bias = 0.0f;
         if (i < p.seqlen_q && j < p.seqlen_k) {
@@ -348,8 +348,19 @@ struct Consumer {
         x = bias == minus_infinity() ? bias : x + bias;
       }
       if constexpr (ALIBI) x -= slope * fabsf(static_cast<float>(i + p.seqlen_k - p.seqlen_q - j));
-      s[e] = x * kLog2E;
+      s[e] = x;
     }
+  }
+  // To a relative 2^-21: a series near 0, where 1 - 2 / (e^2x + 1) would lose what x has.
+  __device__ static float tanh(float x) {
+    const float square = x * x;
+    float series = fmaf(square, 62.0f / 2835.0f, -17.0f / 315.0f);
+    series = fmaf(square, series, 2.0f / 15.0f);
+    series = fmaf(square, series, -1.0f / 3.0f);
+    series = fmaf(x * square, series, x);
+    const float power = ptx::exp2(2.0f * kLog2E * fabsf(x));
+    const float far = power > 1e30f ? 1.0f : 1.0f - __fdividef(2.0f, power + 1.0f);
+    return square < 0.0625f ? series : copysignf(far, x);
   }
   __device__ static float to_float(Element bits) {
     float x;
@@ -399,7 +410,12 @@ struct Consumer {
 
   // -- softmax --
 
-  __device__ float scale_log2() const { return kFinalScores ? 1.0f : p.scale * kLog2E; }
+  // A score, or raw product, in the units of references.
+  __device__ float in_units(float score) const { return kFinalScores ? score : score * (p.scale * kLog2E); }
+  // The exponential of a difference in the units of references.
+  __device__ static float exponential(float difference) {
+    return ptx::exp2(kFinalScores ? difference * kLog2E : difference);
+  }
 
   // Moves the references to the maximum of what was seen, this block included. Returns whether o must be scaled by
   // factor.
@@ -416,8 +432,8 @@ struct Consumer {
       a = fmaxf(a, b);
       a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
       a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
-      const float raised = fmaxf(rows.reference[r], a * scale_log2() + offset);
-      factor[r] = raised == minus_infinity() ? 1.0f : ptx::exp2(rows.reference[r] - raised);
+      const float raised = fmaxf(rows.reference[r], in_units(a) + offset);
+      factor[r] = raised == minus_infinity() ? 1.0f : exponential(rows.reference[r] - raised);
       changed = changed || factor[r] != 1.0f;
       rows.reference[r] = raised;
       rows.sum[r] *= factor[r];
@@ -444,7 +460,7 @@ struct Consumer {
         const int exponent = min(limit, max(0, (__float_as_int(largest) >> 23) - 127));
         factor[r] = __int_as_float((127 - exponent) << 23);
         packed[r] = ptx::pack(factor[r], factor[r]);
-        rows.reference[r] += static_cast<float>(exponent);
+        rows.reference[r] += static_cast<float>(exponent) * kUnit;
         rows.sum[r] *= factor[r];
       }
       scale_output(factor);
@@ -458,12 +474,15 @@ struct Consumer {
   template <typename Between>
   __device__ void exponentiate(int block, float (&block_sum)[2], const Between& between) {
     constexpr int kGroups = kKeys / 8, kHalf = kGroups / 2;  // groups of 8 columns, 4 values of a thread
-    const float scale = scale_log2();
+    const float scale = p.scale * kLog2E;
     const float minus_reference[2] = {rows.reference[0] == minus_infinity() ? 0.0f : -rows.reference[0],
                                       rows.reference[1] == minus_infinity() ? 0.0f : -rows.reference[1]};
     const auto exponentials = [&](int g) {
 #pragma unroll
-      for (int e = 4 * g; e < 4 * g + 4; ++e) s[e] = ptx::exp2(fmaf(s[e], scale, minus_reference[(e >> 1) & 1]));
+      for (int e = 4 * g; e < 4 * g + 4; ++e) {
+        const float minus = minus_reference[(e >> 1) & 1];
+        s[e] = kFinalScores ? exponential(s[e] + minus) : ptx::exp2(fmaf(s[e], scale, minus));
+      }
     };
     // Summed from the last to the first: a sum right behind its exponential would wait for it.
     const auto sum_pair = [&](int g) {
@@ -581,7 +600,7 @@ struct Consumer {
 
   // Makes the products that are pending.
   __device__ void flush(bool safe) {
-    if (pending == Pending::nothing) return;
+    if (!kOverlap || pending == Pending::nothing) return;
     start_pv();
     finish_pv();
     if (pending == Pending::last_tile) {
@@ -633,22 +652,26 @@ struct Consumer {
         blocks.advance();
         continue;
       }
-      if constexpr (!kDataMask && !BLOCK_MASK) {
+      if constexpr (kOverlap) {
         if (settled && !edge && !safe) {
           for (; blocks.any() && blocks.next >= full_begin; blocks.advance())
             step<Pending::this_tile, true>(blocks.next, false, false);
           continue;
         }
         settled = block < settled_end && block >= full_begin;
-      }
-      if (pending == Pending::this_tile) {
-        step<Pending::this_tile, false>(block, edge, safe);
-      } else if (pending == Pending::last_tile) {
-        step<Pending::last_tile, false>(block, edge, safe);
+        if (pending == Pending::this_tile) {
+          step<Pending::this_tile, false>(block, edge, safe);
+        } else if (pending == Pending::last_tile) {
+          step<Pending::last_tile, false>(block, edge, safe);
+        } else {
+          step<Pending::nothing, false>(block, edge, safe);
+        }
+        pending = Pending::this_tile;
       } else {
         step<Pending::nothing, false>(block, edge, safe);
+        start_pv();
+        finish_pv();
       }
-      pending = Pending::this_tile;
       blocks.advance();
     }
   }
@@ -665,17 +688,17 @@ struct Consumer {
       not_finite += total * 0.0f;
       float top = of.reference[r], kept = 1.0f;
       if constexpr (SINKS) {
-        const float sink = p.sinks[of.tile.h * p.sinks_stride] * kLog2E;
+        const float sink = p.sinks[of.tile.h * p.sinks_stride] * (kFinalScores ? 1.0f : kLog2E);
         top = fmaxf(top, sink);
         if (top != minus_infinity()) {
-          kept = ptx::exp2(of.reference[r] - top);
-          total = total * kept + ptx::exp2(sink - top);
+          kept = exponential(of.reference[r] - top);
+          total = total * kept + exponential(sink - top);
         }
       }
       inverse[r] = total == 0.0f ? 0.0f : __fdividef(kept, total);
       if (p.lse != nullptr && (lane & 3) == 0 && of.row[r] < p.seqlen_q) {
         p.lse[of.tile.b * p.lse_strides.s0 + of.tile.h * p.lse_strides.s1 + of.row[r] * p.lse_strides.s2] =
-            total == 0.0f ? minus_infinity() : (top + ptx::log2(total)) * kLn2;
+            total == 0.0f ? minus_infinity() : (top + ptx::log2(total) * kUnit) * (kLn2 / kUnit);
       }
     }
 #pragma unroll

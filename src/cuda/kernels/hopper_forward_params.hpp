@@ -51,7 +51,7 @@ struct HopperForwardParams {
   int seqlen_q, seqlen_k, value_dim;
   Divisor heads_q, group;  // group: query heads that read one key-value head
   float scale;             // of the scores
-  float softcap, inverse_softcap;
+  float softcap;
   unsigned long long seed;
   unsigned dropout_threshold;
   float dropout_kept;

@@ -148,8 +148,8 @@ class HopperForward final : public Kernel {
     params.heads_q = divisor(p.heads_q);
     params.group = divisor(p.group());
     params.scale = static_cast<float>(p.scale);
-    params.softcap = static_cast<float>(p.softcap);
-    params.inverse_softcap = p.softcap > 0 ? static_cast<float>(1.0 / p.softcap) : 0.0f;
+    using Float = std::numeric_limits<float>;  // caps beyond it act like its ends
+    params.softcap = static_cast<float>(std::clamp<double>(p.softcap, Float::denorm_min(), Float::max()));
     const Dropout dropout{p.dropout_p, p.seed};
     params.seed = p.seed;
     params.dropout_threshold = dropout.threshold();

@@ -35,8 +35,8 @@ KernelSource source_of(const HopperForwardTile& t, bool float16,
 }
 
 std::vector<std::pair<std::string, long long>> plain_options(bool paired) {
-  return {{"POSITIVE_SCALE", 1}, {"PAIRED", paired}, {"SOFTCAP", 0}, {"ALIBI", 0},  {"BIAS", 0},
-          {"MASK", 0},           {"BLOCK_MASK", 0},  {"SINKS", 0},   {"DROPOUT", 0}};
+  return {{"SMALL_SCALE", 1}, {"PAIRED", paired}, {"SOFTCAP", 0}, {"ALIBI", 0},  {"BIAS", 0},
+          {"MASK", 0},        {"BLOCK_MASK", 0},  {"SINKS", 0},   {"DROPOUT", 0}};
 }
 
 }  // namespace
@@ -50,7 +50,7 @@ bool paired(const Problem& p) { return p.batch > 0 && !p.band(0).everything(); }
 
 KernelSource hopper_forward_source(const Problem& p) {
   return source_of(hopper_forward_tile(p.head_dim, p.value_dim), p.dtype == HR_FLOAT16,
-                   {{"POSITIVE_SCALE", p.scale > 0},
+                   {{"SMALL_SCALE", p.scale > 0 && p.scale <= 0.693},
                     {"PAIRED", paired(p)},
                     {"SOFTCAP", p.softcap > 0},
                     {"ALIBI", p.has_alibi},
