@@ -5,7 +5,7 @@ ifneq ($(ccache),)
 export CMAKE_C_COMPILER_LAUNCHER ?= $(ccache)
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(ccache)
 endif
-sources = $(shell git ls-files '*.c' '*.cpp' '*.h' '*.hpp')
+sources = $(shell git ls-files '*.c' '*.cpp' '*.h' '*.hpp' '*.cuh')
 
 .PHONY: help
 help: ## list the commands

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# lint.sh [CHECK...]: format, headers, paths, shell and tidy; without arguments all of them. tidy needs a
+# lint.sh [CHECK...]: format, headers, generated, paths, shell and tidy; without arguments all of them. tidy needs a
 # configured build tree, BUILD_DIR (build/release).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build_dir=${BUILD_DIR:-build/release}
 
 check_format() {
-  git ls-files -z '*.c' '*.cpp' '*.h' '*.hpp' | xargs -0 clang-format-14 --dry-run --Werror
+  git ls-files -z '*.c' '*.cpp' '*.h' '*.hpp' '*.cuh' | xargs -0 clang-format-14 --dry-run --Werror
 }
 
 # Every header compiles alone, and twice; not so -inl.h, which are made to be included once a SIMD target.
@@ -21,6 +21,12 @@ check_headers() {
     "${CC:-gcc}" -std=c11 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -Iinclude -x c - ||
     { echo "headrace.h is not C11" >&2 && failed=1; }
   return $failed
+}
+
+# Generated files are what their generators write.
+check_generated() {
+  scripts/generate_wgmma.py
+  git diff --exit-code --stat -- src/cuda/kernels/ptx/wgmma_shapes.cuh
 }
 
 # Nothing may depend on, or tell, the machine it was written on.
@@ -39,7 +45,7 @@ check_tidy() {
     xargs run-clang-tidy-14 -quiet -j "$(nproc)" -p "$build_dir"
 }
 
-(($#)) || set -- format headers paths shell tidy
+(($#)) || set -- format headers generated paths shell tidy
 for check in "$@"; do
   echo "== $check"
   "check_$check"

@@ -130,6 +130,13 @@ TEST(Tiling, RangesAreTightAroundTheBand) {
       ASSERT_EQ(found_rows.begin, expected_rows.begin) << c.describe();
       ASSERT_EQ(found_rows.end, expected_rows.end) << c.describe();
     }
+    // A key is visible to all rows if and only if it is in the range of those.
+    const Range shared = c.visibility.keys_of_all_rows(rows);
+    for (Index j = 0; j < c.seqlen_k; ++j) {
+      bool all = true;
+      for (Index i = rows.begin; i < rows.end; ++i) all = all && c.band_shows(i, j);
+      ASSERT_EQ(j >= shared.begin && j < shared.end, all) << c.describe() << ", j " << j;
+    }
     // Empty or not, a kernel may use them as loop bounds.
     ASSERT_TRUE(found_keys.begin >= 0 && found_keys.end <= c.seqlen_k) << c.describe();
     ASSERT_TRUE(found_rows.begin >= 0 && found_rows.end <= c.seqlen_q) << c.describe();
