@@ -148,8 +148,8 @@ typedef struct hr_attention {
    * queues its work on the stream and returns, and a stream capture may record it. The metadata (cu_seqlens,
    * seqused) is on the host on every device.
    * CUDA, at present: forward; float16 and bfloat16; head_dim and value_dim up to 256; Hopper GPUs; dense batches
-   * without seqused; rows of q, k and v on multiples of 16 bytes. Anything else is HR_ERROR_UNSUPPORTED. P is rounded to
-   * T before P V, products q . k must fit float32 before the scale too, and NaN in a masked key may reach other rows
+   * without seqused; rows of q, k and v on multiples of 16 bytes. Anything else is HR_ERROR_UNSUPPORTED. P is rounded
+   * to T before P V, products q . k must fit float32 before the scale too, and NaN in a masked key may reach other rows
    * of its tile. */
   int32_t device;       /* hr_device */
   int32_t device_index; /* of the CUDA device, from 0 */
