@@ -268,7 +268,7 @@ struct Consumer {
   // A slot's number, known to the compiler to be the same in all lanes.
   __device__ static unsigned uniform(unsigned slot) { return __shfl_sync(~0u, slot, 0); }
 
-  // s = q k^T of the block in slot `slot`
+  // s = q k^T of the block at hand
   __device__ void multiply_qk() {
     const unsigned k =
         ptx::descriptor_low(ptx::shared_address(shared.k), 16) + uniform(k_ring.slot) * (sizeof(shared.k[0]) / 16);
@@ -297,7 +297,7 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // o += p v of the block in slot `slot`
+  // o += p v of the block that is pending
   __device__ void multiply_pv() {
     const unsigned v = ptx::descriptor_low(ptx::shared_address(shared.v), kKeys * 128) +
                        uniform(v_ring.slot) * (sizeof(shared.v[0]) / 16);

@@ -8,11 +8,6 @@ struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };
 
-// "prefetch.tensormap"
-__device__ inline void prefetch(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // "cp.async.bulk.tensor.4d": the box of the map at these coordinates (the first counts along the contiguous
 // dimension) to shared memory; completes on the barrier. Elements outside the tensor become 0.
 __device__ inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int c0, int c1, int c2,
