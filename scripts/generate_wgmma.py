@@ -57,7 +57,9 @@ def main():
         lines += ["template <>", f"struct Wgmma<{n}> {{", *method(n, False), *method(n, True), "};", ""]
     lines += ["}  // namespace headrace::ptx"]
     target = pathlib.Path(__file__).parent.parent / "src/cuda/kernels/ptx/wgmma_shapes.cuh"
-    target.write_text("\n".join(lines) + "\n")
+    text = "\n".join(lines) + "\n"
+    if not target.exists() or target.read_text() != text:  # an unchanged file keeps its time: nothing is rebuilt
+        target.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # measure_library.sh WORK_DIR: builds the library alone, from nothing, without a compiler cache, static,
-# as part of another project (add_subdirectory); holds time and memory against their bounds; then
-# installs that build and uses it like a stranger.
+# as part of another project (add_subdirectory), but for the GPU kernels that can be compiled ahead; holds time
+# and memory against their bounds; then installs that build and uses it like a stranger.
 set -euo pipefail
 work=$(realpath -m "$1")
 source=$(cd "$(dirname "$0")/.." && pwd)
@@ -17,7 +17,7 @@ EOF
 chmod +x "$work/launcher"
 
 cmake -G Ninja -S "$source/tests/package/consumer_cpp" -B "$work/build" -DHEADRACE_SOURCE="$source" \
-  -DBUILD_SHARED_LIBS=OFF -DHEADRACE_INSTALL=ON -DCMAKE_BUILD_TYPE=Release \
+  -DBUILD_SHARED_LIBS=OFF -DHEADRACE_PRECOMPILE=OFF -DHEADRACE_INSTALL=ON -DCMAKE_BUILD_TYPE=Release \
   -DCMAKE_C_COMPILER_LAUNCHER="$work/launcher" -DCMAKE_CXX_COMPILER_LAUNCHER="$work/launcher" >/dev/null
 start=$SECONDS
 cmake --build "$work/build" --target headrace

@@ -55,7 +55,7 @@ Judged judge(const Spec& spec) {
   // constant is for problems of few independent roundings, where the standard may have none by luck.
   for (const Member& member : members) {
     const double cpu = judged.cpu.*member.error, standard = judged.standard.*member.error;
-    if (!(cpu > 2.0 * standard + 0.25)) continue;
+    if (!(cpu > 2.0 * standard + 0.5)) continue;
     std::ostringstream text;
     text << "  " << member.name << ": the error is " << cpu << " of the bounds, that of standard attention " << standard
          << '\n';

@@ -19,15 +19,16 @@ double unit_roundoff(DType dtype) {
   }
 }
 
-// Half the distance between the smallest numbers, or what arithmetic that flushes them to zero loses.
+// Half the distance between the smallest numbers, or what arithmetic that flushes them, and what is about as small, to
+// zero loses.
 double underflow(DType dtype) {
   switch (dtype) {
     case DType::float64:
-      return 0x1p-1022;
+      return 0x1p-1021;
     case DType::float16:
       return 0x1p-25;
     default:
-      return 0x1p-126;
+      return 0x1p-125;
   }
 }
 
