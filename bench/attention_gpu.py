@@ -56,7 +56,7 @@ class Headrace:
     """A planned call on torch tensors."""
 
     def __init__(self, library, q, k, v, causal):
-        self.library = library
+        self.api = library
         self.out = torch.full_like(q, float("nan"))
         self.lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("nan"), device="cuda")
         self.call = Attention()
@@ -70,10 +70,10 @@ class Headrace:
 
     def check(self, status):
         if status != 0:
-            raise RuntimeError(self.library.hr_last_error().decode())
+            raise RuntimeError(self.api.hr_last_error().decode())
 
     def __call__(self):
-        self.check(self.library.hr_plan_execute(self.plan, ctypes.byref(self.call), None, 0))
+        self.check(self.api.hr_plan_execute(self.plan, ctypes.byref(self.call), None, 0))
 
 
 def load(path):
@@ -169,12 +169,12 @@ def measure(library, product, *, seqlen, dim, causal, dtype=torch.bfloat16, head
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library")
+    parser.add_argument("shared_object", help="libheadrace.so")
     parser.add_argument("output")
     parser.add_argument("--commit", default="unknown", help="of the library, for the record")
     parser.add_argument("--short", action="store_true", help="three lengths instead of six")
     flags = parser.parse_args()
-    library = load(flags.library)
+    library = load(flags.shared_object)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = lambda: a @ b  # noqa: E731
 
