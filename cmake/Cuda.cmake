@@ -27,6 +27,8 @@ endfunction()
 set(kernel_files
   hopper_forward.cuh
   hopper_forward_params.hpp
+  pack_rows.cuh
+  pack_rows_params.hpp
   ptx/math.cuh
   ptx/mbarrier.cuh
   ptx/sync.cuh
@@ -51,6 +53,7 @@ set(cuda_compile_sources
   src/cuda/driver/nvrtc.cpp
   src/cuda/driver/precompiled.cpp
   src/cuda/launch/hopper_forward_source.cpp
+  src/cuda/launch/pack_rows_source.cpp
   src/cuda/standard_set.cpp
   ${embedded_sources})
 

@@ -148,9 +148,10 @@ typedef struct hr_attention {
    * queues its work on the stream and returns, and a stream capture may record it. The metadata (cu_seqlens,
    * seqused) is on the host on every device.
    * CUDA, at present: forward; float16 and bfloat16; head_dim and value_dim up to 256; Hopper GPUs; dense batches
-   * without seqused; rows of q, k and v on multiples of 16 bytes. Anything else is HR_ERROR_UNSUPPORTED. P is rounded
-   * to T before P V, products q . k must fit float32 before the scale too, and NaN in a masked key may reach other rows
-   * of its tile. */
+   * without seqused. Anything else is HR_ERROR_UNSUPPORTED. P is rounded to T before P V, products q . k must fit
+   * float32 before the scale too, and NaN in a masked key may reach other rows of its tile.
+   * Where data or a stride of q, k or v is no multiple of 16 bytes, or a stride is negative or 2^40 bytes or more, that
+   * tensor is copied to the workspace first. */
   int32_t device;       /* hr_device */
   int32_t device_index; /* of the CUDA device, from 0 */
   void* stream;         /* CUDA: CUstream or cudaStream_t; NULL is the default stream. Not part of a plan */
@@ -164,16 +165,17 @@ typedef struct hr_plan hr_plan;
 
 /* Validates attention and plans a pass. Shapes, strides, dtypes, options and the metadata (cu_seqlens,
  * seqused) are read, and block_mask if its data is there, to count tiles for hr_plan_explain; every other
- * data pointer may still be NULL. On failure *plan is NULL. */
+ * data pointer may still be NULL: on CUDA q, k and v then count as aligned to 16 bytes. On failure *plan is NULL. */
 HR_API hr_status hr_plan_create(const hr_attention* attention, hr_pass pass, hr_plan** plan);
 HR_API void hr_plan_destroy(hr_plan* plan); /* NULL is fine */
 
-/* Bytes of scratch memory that hr_plan_execute needs, aligned to 64 bytes. May be 0. */
+/* Bytes of scratch memory that hr_plan_execute needs, aligned to 64 bytes, on the device of the tensors. May be 0. */
 HR_API size_t hr_plan_workspace_bytes(const hr_plan* plan);
 
 /* Runs the plan on the tensors of attention, which must have the shapes, strides, dtypes and options
  * planned for; only the data pointers may differ (and the contents, those of the planned cu_seqlens and
- * seqused excepted). Allocates nothing. workspace must not be shared with a running call. */
+ * seqused excepted); on CUDA q, k and v must be aligned to 16 bytes where they were when planning.
+ * Allocates nothing. workspace must not be shared with a running call. */
 HR_API hr_status hr_plan_execute(const hr_plan* plan, const hr_attention* attention, void* workspace,
                                  size_t workspace_bytes);
 

@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -35,24 +34,12 @@ Pass pass_of(const hr_pass& pass) {
   return static_cast<Pass>(number);
 }
 
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
 hr_status run(const hr_attention* attention, Pass pass) {
   return guarded([&] {
     not_null("attention", attention);
     const hr_plan plan(*attention, pass);
-    constexpr std::size_t alignment = 64;
-    const std::size_t bytes = plan.kernel->workspace_bytes();
-    std::unique_ptr<void, Free> workspace;
-    if (bytes > 0) {
-      if (bytes <= std::numeric_limits<std::size_t>::max() - alignment)
-        workspace.reset(std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment));
-      if (workspace == nullptr)
-        throw Failure(HR_ERROR_RUNTIME, fmt::format("workspace: {} bytes could not be allocated", bytes));
-    }
-    plan.execute(*attention, workspace.get(), bytes);
+    const Workspace workspace = plan.kernel->allocate_workspace(attention->stream);
+    plan.execute(*attention, workspace.get(), plan.kernel->workspace_bytes());
   });
 }
 

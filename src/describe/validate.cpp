@@ -31,6 +31,9 @@ class Validator {
     p_.q = rows(a_.q);
     p_.k = rows(a_.k);
     p_.v = rows(a_.v);
+    p_.q_aligned = is_aligned(a_.q);
+    p_.k_aligned = is_aligned(a_.k);
+    p_.v_aligned = is_aligned(a_.v);
     results();
     pair_inputs();
     head_inputs();
@@ -321,6 +324,8 @@ class Validator {
     check_output(name, t);
     return rows(t);
   }
+
+  static bool is_aligned(const hr_tensor& t) { return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0; }
 
   [[nodiscard]] RowStrides rows(const hr_tensor& t) const {
     return p_.ragged ? RowStrides{0, stride_of(t, 0), stride_of(t, 1)}

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,11 +28,16 @@ struct KernelReport {
   std::vector<std::string> notes;  // why a faster kernel was not chosen, one sentence each
 };
 
+using Workspace = std::unique_ptr<std::byte, std::function<void(std::byte*)>>;
+
 class Kernel {
  public:
   virtual ~Kernel() = default;
   [[nodiscard]] virtual std::size_t workspace_bytes() const = 0;
   [[nodiscard]] virtual KernelReport report() const = 0;
+  // Memory for one execute on this stream, which may be freed as soon as that returns; null where none is needed. What
+  // the calls without a plan use.
+  [[nodiscard]] virtual Workspace allocate_workspace(void* stream) const;
   // Allocates nothing. Only a device may fail: it throws Failure then. workspace: workspace_bytes() bytes, 64-byte
   // aligned.
   virtual void execute(const Buffers& buffers, std::byte* workspace) const = 0;

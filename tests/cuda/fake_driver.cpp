@@ -2,6 +2,8 @@
 // The tests of the driver layer load it in place of the real one. Two devices of compute capability 9.0, unless
 // HEADRACE_FAKE_DRIVER says otherwise: "no device", "ampere" (capability 8.0), "old" (a driver that lacks a function),
 // "refuse" (takes no module).
+#include "fake_driver.hpp"
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -10,6 +12,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -25,6 +28,7 @@ struct CUctx_st {
 
 struct CUfunc_st {
   int dynamic_shared = 0;
+  std::string name;
 };
 
 struct CUmod_st {
@@ -39,7 +43,8 @@ std::mutex mutex;  // of what lives as long as the process:
 std::deque<CUctx_st> contexts;
 std::deque<CUmod_st> modules;
 std::map<CUdeviceptr, std::size_t> allocations;
-std::vector<CUlaunchConfig> launches;
+std::vector<FakeLaunch> launches;
+std::vector<CUdeviceptr> maps;
 thread_local std::vector<CUcontext> stack;
 thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
@@ -143,7 +148,8 @@ EXPORT CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   *module = &modules.emplace_back();
   return CUDA_SUCCESS;
 }
-EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char*) {
+EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+  module->function.name = name;
   *function = &module->function;
   return CUDA_SUCCESS;
 }
@@ -172,6 +178,10 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
   std::free(reinterpret_cast<void*>(address));
   return CUDA_SUCCESS;
 }
+EXPORT CUresult cuMemAllocAsync(CUdeviceptr* address, std::size_t bytes, CUstream) {
+  return cuMemAlloc_v2(address, bytes);
+}
+EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream) { return cuMemFree_v2(address); }
 EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute, CUdeviceptr address) {
   const std::lock_guard lock(mutex);
   auto after = allocations.upper_bound(address);
@@ -182,16 +192,25 @@ EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute, CUdevice
   std::memcpy(value, &type, sizeof(type));
   return CUDA_SUCCESS;
 }
-EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction, void**, void**) {
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
   const std::lock_guard lock(mutex);
-  launches.push_back(*config);
+  launches.push_back({*config, function->name, {}});
+  if (function->name == "pack_rows") std::memcpy(&launches.back().packed, arguments[0], sizeof(PackRowsParams));
   return CUDA_SUCCESS;
 }
 #ifndef HEADRACE_OLD_DRIVER
-EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, std::uint32_t, void*, const std::uint64_t*,
-                                       const std::uint64_t*, const std::uint32_t*, const std::uint32_t*,
-                                       CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                                       CUtensorMapFloatOOBfill) {
+// Refuses what the real one refuses.
+EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, std::uint32_t rank, void* address,
+                                       const std::uint64_t* sizes, const std::uint64_t* strides, const std::uint32_t*,
+                                       const std::uint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  bool valid = reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
+  for (std::uint32_t i = 0; i < rank; ++i) valid = valid && sizes[i] >= 1 && sizes[i] <= std::uint64_t{1} << 32;
+  for (std::uint32_t i = 0; i + 1 < rank; ++i)
+    valid = valid && strides[i] % 16 == 0 && strides[i] < std::uint64_t{1} << 40;
+  if (!valid) return CUDA_ERROR_INVALID_VALUE;
+  const std::lock_guard lock(mutex);
+  maps.push_back(reinterpret_cast<CUdeviceptr>(address));
   return CUDA_SUCCESS;
 }
 #endif
@@ -210,8 +229,6 @@ EXPORT CUresult cuGetExportTable(const void** table, const void*) {
 UNUSED(cuCtxSynchronize)
 UNUSED(cuModuleUnload)
 UNUSED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
-UNUSED(cuMemAllocAsync)
-UNUSED(cuMemFreeAsync)
 UNUSED(cuMemsetD8Async)
 UNUSED(cuMemsetD32Async)
 UNUSED(cuMemcpyHtoD_v2)
@@ -235,15 +252,23 @@ UNUSED(cuEventRecord)
 UNUSED(cuEventSynchronize)
 UNUSED(cuEventElapsedTime)
 
-// For the tests: how many modules have been loaded, what was launched, and a context that is not a primary one.
+// For the tests: see fake_driver.hpp.
 EXPORT int fake_module_loads() { return loads; }
 EXPORT int fake_launches() {
   const std::lock_guard lock(mutex);
   return static_cast<int>(launches.size());
 }
-EXPORT CUlaunchConfig fake_last_launch() {
+EXPORT void fake_launch(int n, FakeLaunch* launch) {
   const std::lock_guard lock(mutex);
-  return launches.back();
+  *launch = launches[launches.size() - 1 - static_cast<std::size_t>(n)];
+}
+EXPORT int fake_allocations() {
+  const std::lock_guard lock(mutex);
+  return static_cast<int>(allocations.size());
+}
+EXPORT CUdeviceptr fake_map(int n) {
+  const std::lock_guard lock(mutex);
+  return maps[maps.size() - 1 - static_cast<std::size_t>(n)];
 }
 EXPORT CUcontext fake_new_context(CUdevice device) {
   const std::lock_guard lock(mutex);

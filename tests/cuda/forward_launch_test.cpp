@@ -5,16 +5,12 @@
 #include <atomic>
 #include <thread>
 
-#include "cuda/driver/context.hpp"
+#include "cuda/launch/tma_input.hpp"
 #include "on_gpu.hpp"
 
 namespace headrace::test {
 namespace {
 
-using cuda::check;
-using cuda::ContextScope;
-using cuda::CUdeviceptr;
-using cuda::driver;
 using testing::HasSubstr;
 using testing::StartsWith;
 
@@ -29,8 +25,9 @@ Spec spec_of(DType dtype, std::int64_t seqlen, std::int64_t dim, Causal causal) 
 // A call on the device whose out is contiguous, so that its bits are one copy.
 class Launch {
  public:
-  Launch(const Spec& spec, const GpuStream& stream)
-      : stream_(stream), call_(make_call(spec)), on_gpu_(call_, stream.get()), size_(2 * call_.out.size()) {
+  Launch(const Spec& spec, const GpuStream& stream) : Launch(make_call(spec), stream) {}
+  Launch(Call call, const GpuStream& stream)
+      : stream_(stream), call_(std::move(call)), on_gpu_(call_, stream.get()), size_(2 * call_.out.size()) {
     on_gpu_.upload();
   }
 
@@ -273,17 +270,109 @@ TEST_F(ForwardLaunch, RefusesMemoryOfTheHost) {
   EXPECT_TRUE(launch.run() == bits);
 }
 
-TEST_F(ForwardLaunch, RefusesMisalignedRows) {
+// The copy of an input that TMA cannot read has the same elements, so the result has the same bits.
+TEST_F(ForwardLaunch, CopiedInputsGiveTheSameBits) {
   const ContextScope scope(0);
   const GpuStream stream;
-  const Launch launch(spec_of(DType::bfloat16, 130, 64, Causal::none), stream);
-  for (Tensor Attention::*tensor : {&Attention::q, &Attention::k, &Attention::v}) {
-    Attention attention = launch.attention();
-    (attention.*tensor).data = static_cast<std::byte*>((attention.*tensor).data) + 2;
-    const hr_attention a = attention.c();
-    EXPECT_EQ(hr_forward(&a), HR_ERROR_UNSUPPORTED);
-    EXPECT_THAT(hr_last_error(), HasSubstr("; on CUDA it must be aligned to 16 bytes"));
+  for (const std::int64_t dim : {64, 40, 256}) {
+    const Spec spec = spec_of(DType::bfloat16, 300, dim, Causal::bottom_right);
+    const Launch in_place(spec, stream);
+    const std::vector<std::byte> bits = in_place.run();
+    for (Layout Spec::*layout : {&Spec::q_layout, &Spec::k_layout, &Spec::v_layout}) {
+      for (const Layout copied : {Layout::padded, Layout::reversed}) {
+        Spec other = spec;
+        other.*layout = copied;
+        Call call = make_call(other);
+        for (Array Call::*array : {&Call::q, &Call::k, &Call::v}) (call.*array).fill((in_place.call().*array).values());
+        const Launch launch(std::move(call), stream);
+        EXPECT_TRUE(launch.run() == bits) << other.describe();
+      }
+    }
+    const Launch launch(spec, stream);
+    for (Tensor Attention::*tensor : {&Attention::q, &Attention::k, &Attention::v}) {
+      Attention attention = launch.attention();
+      Tensor& t = attention.*tensor;
+      const auto bytes = static_cast<std::size_t>(t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3] * 2);
+      const GpuMemory shifted(bytes + 2);
+      check(
+          driver().cuMemcpyDtoDAsync(shifted.address() + 2, reinterpret_cast<CUdeviceptr>(t.data), bytes, stream.get()),
+          "cuMemcpyDtoDAsync");
+      t.data = reinterpret_cast<void*>(shifted.address() + 2);
+      launch.poison();
+      forward(attention);
+      EXPECT_TRUE(launch.bits() == bits) << spec.describe();
+    }
   }
+}
+
+// Elements of 4 bytes, which the forward pass has no kernel for yet, and more rows than a launch has warps.
+TEST_F(ForwardLaunch, CopiesRowsOf32Bits) {
+  const ContextScope scope(0);
+  const GpuStream stream;
+  constexpr std::int64_t batch = 3, rows = 4001, heads = 5, size = 3, pitch = 8;
+  std::vector<std::uint32_t> from(batch * rows * heads * size), to(batch * rows * heads * pitch);
+  for (std::size_t n = 0; n < from.size(); ++n) from[n] = static_cast<std::uint32_t>(n * 2654435761U);
+  const GpuMemory source(4 * from.size());
+  check(driver().cuMemcpyHtoD(source.address(), from.data(), 4 * from.size()), "cuMemcpyHtoD");
+  check(driver().cuCtxSynchronize(), "cuCtxSynchronize");
+  std::size_t bytes = 0;
+  // The last row comes first.
+  const cuda::RowsOfHeads view{batch, rows, heads, size, {rows * heads * size, -heads * size, size}};
+  const cuda::TmaInput input("k", view, HR_FLOAT32, true, bytes);
+  ASSERT_EQ(bytes, 4 * to.size());
+  const GpuWorkspace workspace(bytes);
+  const CUdeviceptr last_row = source.address() + 4 * (rows - 1) * heads * size;
+  static_cast<void>(input.map(reinterpret_cast<void*>(last_row), workspace.span().data(), stream.get(), 64));
+  stream.synchronize("a copy");
+  EXPECT_EQ(workspace.judge(), "");
+  check(driver().cuMemcpyDtoH(to.data(), reinterpret_cast<CUdeviceptr>(workspace.span().data()), bytes),
+        "cuMemcpyDtoH");
+  std::size_t wrong = 0;
+  for (std::int64_t n = 0; n < batch * rows * heads * size; ++n) {
+    const std::int64_t i = n % size, h = n / size % heads, r = n / (size * heads) % rows, b = n / (size * heads * rows);
+    const std::int64_t copied = ((b * rows + rows - 1 - r) * heads + h) * pitch + i;
+    wrong += to[static_cast<std::size_t>(copied)] == from[static_cast<std::size_t>(n)] ? 0 : 1;
+  }
+  EXPECT_EQ(wrong, 0u);
+}
+
+// With a plan and its workspace, and without: then the graph allocates the workspace itself.
+TEST_F(ForwardLaunch, AGraphCopiesInputs) {
+  const ContextScope scope(0);
+  const GpuStream stream;
+  const Spec spec = spec_of(DType::float16, 300, 100, Causal::bottom_right);
+  Launch launch(spec, stream);
+  const std::vector<std::byte> direct = launch.run();
+  const Plan plan(launch.attention(), Pass::forward);
+  EXPECT_GT(plan.workspace_bytes(), 0u);
+  const GpuWorkspace workspace(plan.workspace_bytes());
+  for (const bool planned : {true, false}) {
+    SCOPED_TRACE(planned ? "planned" : "not planned");
+    check(driver().cuStreamBeginCapture(stream.get(), cuda::CU_STREAM_CAPTURE_MODE_GLOBAL), "cuStreamBeginCapture");
+    std::string error;
+    try {
+      if (planned)
+        plan.execute(launch.attention(), workspace.span());
+      else
+        forward(launch.attention());
+    } catch (const Error& thrown) {
+      error = thrown.what();
+    }
+    cuda::CUgraph graph = nullptr;
+    check(driver().cuStreamEndCapture(stream.get(), &graph), "cuStreamEndCapture");
+    ASSERT_EQ(error, "");
+    cuda::CUgraphExec executable = nullptr;
+    check(driver().cuGraphInstantiate(&executable, graph, 0), "cuGraphInstantiate");
+    for (int replay = 0; replay < 3; ++replay) {
+      launch.poison();
+      check(driver().cuGraphLaunch(executable, stream.get()), "cuGraphLaunch");
+      EXPECT_TRUE(launch.bits() == direct) << "replay " << replay << ": " << spec.describe();
+    }
+    driver().cuGraphExecDestroy(executable);
+    driver().cuGraphDestroy(graph);
+  }
+  EXPECT_EQ(workspace.judge(), "");
+  EXPECT_EQ(launch.judge(), "") << spec.describe();
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 // What the launchers of the CUDA backend refuse, in which words, and how they launch, with fake_driver.cpp in place of
 // the driver: no GPU is needed.
-#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <deque>
 #include <functional>
 #include <string>
 #include <vector>
@@ -13,26 +13,27 @@
 #include "cuda/driver/nvrtc.hpp"
 #include "cuda/driver/precompiled.hpp"
 #include "cuda/launch/hopper_forward_source.hpp"
+#include "fake_driver.hpp"
 #include "headrace/headrace.h"
 #include "test_kernels.hpp"
 
 namespace headrace::cuda {
 namespace {
 
+using fake::launches;
+using testing::EndsWith;
 using testing::StartsWith;
 
-constexpr std::int64_t two_to_30 = std::int64_t{1} << 30, two_to_39 = std::int64_t{1} << 39;
-
-template <typename Function>
-Function* fake(const char* name) {
-  static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
-  return reinterpret_cast<Function*>(dlsym(library, name));
-}
-int launches() { return fake<int()>("fake_launches")(); }
-CUlaunchConfig last_launch() { return fake<CUlaunchConfig()>("fake_last_launch")(); }
+constexpr std::int64_t two_to_30 = std::int64_t{1} << 30;
 
 hr_tensor tensor(hr_dtype dtype, const std::vector<std::int64_t>& shape) {
   return hr_tensor_contiguous(nullptr, dtype, static_cast<int>(shape.size()), shape.data());
+}
+
+hr_tensor with_shape(const hr_tensor& t, const std::vector<std::int64_t>& shape) {
+  hr_tensor other = tensor(static_cast<hr_dtype>(t.dtype), shape);
+  other.data = t.data;
+  return other;
 }
 
 // A call of batch 2, seqlen 40 x 50, heads 4 on 2, dim 64, without data.
@@ -122,19 +123,16 @@ TEST(Launch, WhatIsNotSupportedIsNamed) {
          a.lse.ndim = 0;
        }},
       {HR_ERROR_UNSUPPORTED,
-       "q: the stride of its seqlen is 260 elements; on CUDA it must be a multiple of 8 elements, not negative and "
-       "below "
-       "2^39",
-       [](hr_attention& a) { a.q.stride[1] = 260; }},
-      {HR_ERROR_UNSUPPORTED,
-       "k: the stride of its heads is -64 elements; on CUDA it must be a multiple of 8 elements, not negative and "
-       "below "
-       "2^39",
-       [](hr_attention& a) { a.k.stride[2] = -64; }},
-      {HR_ERROR_UNSUPPORTED,
-       "v: the stride of its batch is 549755813888 elements; on CUDA it must be a multiple of 8 elements, not negative "
-       "and below 2^39",
-       [](hr_attention& a) { a.v.stride[0] = two_to_39; }},
+       "v: the stride of its heads is 7 elements, not a multiple of 8 from 0 to 2^39, and a copy of [4, 536870912, 16, "
+       "64] "
+       "is too large for CUDA",
+       [](hr_attention& a) {
+         a.q = a.out = tensor(HR_BFLOAT16, {4, 1, 16, 64});
+         a.k = a.v = tensor(HR_BFLOAT16, {4, two_to_30 / 2, 16, 64});
+         a.lse.ndim = 0;
+         a.k.stride[0] = a.k.stride[1] = a.v.stride[0] = a.v.stride[1] = 0;
+         a.v.stride[2] = 7;
+       }},
       {HR_ERROR_VALUE, "device_index: is 2; this machine has 2 CUDA devices",
        [](hr_attention& a) { a.device_index = 2; }},
   });
@@ -149,20 +147,25 @@ TEST(Launch, OtherGenerationsOfGpusAreNamed) {
   unsetenv("HEADRACE_FAKE_DRIVER");
 }
 
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(std::size_t bytes) { check(driver().cuMemAlloc(&address_, bytes), "cuMemAlloc"); }
+  ~DeviceMemory() { driver().cuMemFree(address_); }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  [[nodiscard]] void* data() const { return reinterpret_cast<void*>(address_); }
+
+ private:
+  CUdeviceptr address_ = 0;
+};
+
 // A valid call with memory that the fake driver knows.
 class DeviceCall {
  public:
   explicit DeviceCall(hr_dtype dtype = HR_BFLOAT16) : a(valid_call(dtype)) {
     for (hr_tensor hr_attention::*member :
-         {&hr_attention::q, &hr_attention::k, &hr_attention::v, &hr_attention::out, &hr_attention::lse}) {
-      CUdeviceptr address = 0;
-      check(driver().cuMemAlloc(&address, std::size_t{1} << 16), "cuMemAlloc");
-      memory_.push_back(address);
-      (a.*member).data = reinterpret_cast<void*>(address);
-    }
-  }
-  ~DeviceCall() {
-    for (const CUdeviceptr address : memory_) driver().cuMemFree(address);
+         {&hr_attention::q, &hr_attention::k, &hr_attention::v, &hr_attention::out, &hr_attention::lse})
+      (a.*member).data = memory_.emplace_back(std::size_t{1} << 16).data();
   }
   DeviceCall(const DeviceCall&) = delete;
   DeviceCall& operator=(const DeviceCall&) = delete;
@@ -170,7 +173,7 @@ class DeviceCall {
   hr_attention a;
 
  private:
-  std::vector<CUdeviceptr> memory_;
+  std::deque<DeviceMemory> memory_;
 };
 
 // Kernels come from the precompiled set, or else NVRTC must make them.
@@ -191,7 +194,7 @@ TEST_F(LaunchOfKernels, GoToTheCallersStream) {
     const int before = launches();
     ASSERT_EQ(hr_forward(&call.a), HR_OK) << hr_last_error();
     ASSERT_EQ(launches(), before + 1);
-    const CUlaunchConfig config = last_launch();
+    const CUlaunchConfig config = fake::launch().config;
     EXPECT_EQ(static_cast<void*>(config.hStream), call.a.stream);
     EXPECT_EQ(config.gridDimX, 8u) << "one tile for each of 2 x 4 heads";
     EXPECT_EQ(config.gridDimY * config.gridDimZ * config.blockDimY * config.blockDimZ, 1u);
@@ -224,26 +227,141 @@ TEST_F(LaunchOfKernels, RefuseMemoryOfTheHost) {
     const int before = launches();
     EXPECT_EQ(hr_forward(&call.a), HR_ERROR_VALUE);
     EXPECT_THAT(hr_last_error(), StartsWith(std::string(field.name) + ": is at 0x"));
-    EXPECT_THAT(hr_last_error(), testing::EndsWith(", which is not memory of CUDA device 0"));
+    EXPECT_THAT(hr_last_error(), EndsWith(", which is not memory of CUDA device 0"));
     EXPECT_EQ(launches(), before);
   }
 }
 
-TEST_F(LaunchOfKernels, RefuseRowsThatAreNotAligned) {
-  struct Field {
+// q, k or v that TMA cannot walk is copied to the workspace first, and it alone.
+TEST_F(LaunchOfKernels, CopyWhatTmaCannotWalk) {
+  struct Case {
     const char* name;
-    hr_tensor hr_attention::*tensor;
+    int map;  // of q, k, v: 2, 1 and 0 before the last
+    std::int64_t rows, heads;
+    std::function<void(hr_attention&)> change;
+    const char* note;
   };
-  for (const Field& field :
-       {Field{"q", &hr_attention::q}, Field{"k", &hr_attention::k}, Field{"v", &hr_attention::v}}) {
+  constexpr std::size_t of_q = 2 * 40 * 4 * 64 * 2, of_k = 2 * 50 * 2 * 64 * 2;
+  for (const Case& c :
+       {Case{"q", 2, 40, 4, [](hr_attention& a) { a.q.stride[1] = 260; },
+             "q is copied to the workspace first: the stride of its seqlen is 260 elements, not a multiple of 8 from 0 "
+             "to 2^39"},
+        Case{"k", 1, 50, 2, [](hr_attention& a) { a.k.stride[2] = -64; },
+             "k is copied to the workspace first: the stride of its heads is -64 elements, not a multiple of 8 from 0 "
+             "to "
+             "2^39"},
+        Case{
+            "v", 0, 50, 2, [](hr_attention& a) { a.v.stride[0] = std::int64_t{1} << 39; },
+            "v is copied to the workspace first: the stride of its batch is 549755813888 elements, not a multiple of 8 "
+            "from 0 to 2^39"},
+        Case{"k", 1, 50, 2, [](hr_attention& a) { a.k.data = static_cast<std::byte*>(a.k.data) + 2; },
+             "k is copied to the workspace first: its data is not aligned to 16 bytes"}}) {
+    SCOPED_TRACE(c.note);
     DeviceCall call;
-    hr_tensor& t = call.a.*field.tensor;
-    t.data = static_cast<std::byte*>(t.data) + 8;
+    c.change(call.a);
+    const hr_tensor& t = c.name[0] == 'q' ? call.a.q : c.name[0] == 'k' ? call.a.k : call.a.v;
+    int stream = 0;
+    call.a.stream = &stream;
+    hr_plan* plan = nullptr;
+    ASSERT_EQ(hr_plan_create(&call.a, HR_FORWARD, &plan), HR_OK) << hr_last_error();
+    EXPECT_THAT(hr_plan_explain(plan), testing::HasSubstr(c.note));
+    const std::size_t bytes = hr_plan_workspace_bytes(plan);
+    EXPECT_EQ(bytes, c.name[0] == 'q' ? of_q : of_k);
+    DeviceMemory workspace(bytes);
     const int before = launches();
-    EXPECT_EQ(hr_forward(&call.a), HR_ERROR_UNSUPPORTED);
-    EXPECT_THAT(hr_last_error(), StartsWith(std::string(field.name) + ": is at 0x"));
-    EXPECT_THAT(hr_last_error(), testing::EndsWith("; on CUDA it must be aligned to 16 bytes"));
-    EXPECT_EQ(launches(), before);
+    ASSERT_EQ(hr_plan_execute(plan, &call.a, workspace.data(), bytes), HR_OK) << hr_last_error();
+    ASSERT_EQ(launches(), before + 2);
+    EXPECT_EQ(fake::launch(0).kernel, "hopper_forward");
+    const FakeLaunch copy = fake::launch(1);
+    EXPECT_EQ(copy.kernel, "pack_rows");
+    EXPECT_EQ(static_cast<void*>(copy.config.hStream), call.a.stream);
+    const PackRowsParams& p = copy.packed;
+    EXPECT_EQ(p.from, t.data);
+    EXPECT_EQ(p.to, workspace.data());
+    EXPECT_EQ(p.batch_stride, t.stride[0]);
+    EXPECT_EQ(p.row_stride, t.stride[1]);
+    EXPECT_EQ(p.head_stride, t.stride[2]);
+    EXPECT_EQ(p.rows, c.rows);
+    EXPECT_EQ(p.heads, c.heads);
+    EXPECT_EQ(p.all, 2 * c.rows * c.heads);
+    EXPECT_EQ(p.size, 64);
+    EXPECT_EQ(p.pitch, 64);
+    EXPECT_GE(copy.config.gridDimX * (copy.config.blockDimX / 32) * p.rows_of_warp, p.all) << "rows are left out";
+    EXPECT_EQ(fake::map(c.map), reinterpret_cast<CUdeviceptr>(workspace.data()));
+    hr_plan_destroy(plan);
+  }
+}
+
+// Each copy has its place, rows that are not multiples of 16 bytes have gaps, and a call without a plan takes the
+// memory from the stream's pool.
+TEST_F(LaunchOfKernels, CopyAllThree) {
+  DeviceCall call;
+  call.a.q = with_shape(call.a.q, {2, 40, 4, 35});
+  call.a.k = with_shape(call.a.k, {2, 50, 2, 35});
+  call.a.v = with_shape(call.a.v, {2, 50, 2, 3});
+  call.a.out = with_shape(call.a.out, {2, 40, 4, 3});
+  const int before = launches(), allocations = fake::allocations();
+  ASSERT_EQ(hr_forward(&call.a), HR_OK) << hr_last_error();
+  EXPECT_EQ(fake::allocations(), allocations);
+  ASSERT_EQ(launches(), before + 4);
+  const PackRowsParams q = fake::launch(3).packed, k = fake::launch(2).packed, v = fake::launch(1).packed;
+  EXPECT_EQ(q.from, call.a.q.data);
+  EXPECT_EQ(k.from, call.a.k.data);
+  EXPECT_EQ(v.from, call.a.v.data);
+  EXPECT_EQ(q.pitch, 40);
+  EXPECT_EQ(v.size, 3);
+  EXPECT_EQ(v.pitch, 8);
+  EXPECT_EQ(static_cast<const std::byte*>(k.to) - static_cast<const std::byte*>(q.to), 2 * 40 * 4 * 40 * 2);
+  EXPECT_EQ(static_cast<const std::byte*>(v.to) - static_cast<const std::byte*>(k.to), 2 * 50 * 2 * 40 * 2);
+}
+
+// What is never read needs no copy.
+TEST_F(LaunchOfKernels, CopyNothingThatIsEmpty) {
+  DeviceCall call;
+  call.a.k.shape[1] = call.a.v.shape[1] = 0;
+  call.a.k.stride[2] = call.a.v.stride[2] = 63;
+  const int before = launches();
+  ASSERT_EQ(hr_forward(&call.a), HR_OK) << hr_last_error();
+  EXPECT_EQ(launches(), before + 1);
+  call.a.q.shape[1] = call.a.out.shape[1] = call.a.lse.shape[2] = 0;
+  call.a.q.stride[2] = 63;
+  ASSERT_EQ(hr_forward(&call.a), HR_OK) << hr_last_error();
+  EXPECT_EQ(launches(), before + 1);
+}
+
+// A plan for aligned data, or for data that is not known yet, takes aligned data only; one for other data takes any.
+TEST_F(LaunchOfKernels, ExecuteOnDataAsAlignedAsPlanned) {
+  for (const auto& [name, member] :
+       {std::pair{"q", &hr_attention::q}, std::pair{"k", &hr_attention::k}, std::pair{"v", &hr_attention::v}}) {
+    SCOPED_TRACE(name);
+    DeviceCall call;
+    hr_attention unaligned = call.a, unknown = call.a;
+    (unaligned.*member).data = static_cast<std::byte*>((call.a.*member).data) + 8;
+    (unknown.*member).data = nullptr;
+    for (const hr_attention* planned : {&call.a, &unknown}) {
+      hr_plan* plan = nullptr;
+      ASSERT_EQ(hr_plan_create(planned, HR_FORWARD, &plan), HR_OK) << hr_last_error();
+      EXPECT_EQ(hr_plan_workspace_bytes(plan), 0u);
+      const int before = launches();
+      EXPECT_EQ(hr_plan_execute(plan, &unaligned, nullptr, 0), HR_ERROR_VALUE);
+      EXPECT_THAT(hr_last_error(), StartsWith(std::string(name) + ": is at 0x"));
+      EXPECT_THAT(hr_last_error(), EndsWith(", but the plan was made for data aligned to 16 bytes; make a new plan"));
+      EXPECT_EQ(launches(), before);
+      hr_plan_destroy(plan);
+    }
+    hr_plan* plan = nullptr;
+    ASSERT_EQ(hr_plan_create(&unaligned, HR_FORWARD, &plan), HR_OK) << hr_last_error();
+    const std::size_t bytes = hr_plan_workspace_bytes(plan);
+    DeviceMemory workspace(bytes);
+    const int before = launches();
+    for (const hr_attention* executed : {&unaligned, &call.a})
+      EXPECT_EQ(hr_plan_execute(plan, executed, workspace.data(), bytes), HR_OK) << hr_last_error();
+    EXPECT_EQ(launches(), before + 4);
+    alignas(64) static std::byte host[1 << 15];
+    EXPECT_EQ(hr_plan_execute(plan, &unaligned, host, bytes), HR_ERROR_VALUE);
+    EXPECT_THAT(hr_last_error(), StartsWith("workspace: is at 0x"));
+    EXPECT_THAT(hr_last_error(), EndsWith(", which is not memory of CUDA device 0"));
+    hr_plan_destroy(plan);
   }
 }
 

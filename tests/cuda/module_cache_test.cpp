@@ -2,7 +2,6 @@
 // the layer can be seen.
 #include "cuda/driver/module_cache.hpp"
 
-#include <dlfcn.h>
 #include <gmock/gmock.h>
 
 #include <algorithm>
@@ -16,22 +15,17 @@
 #include "cuda/driver/disk_cache.hpp"
 #include "cuda/driver/precompiled.hpp"
 #include "describe/problem.hpp"
+#include "fake_driver.hpp"
 #include "test_kernels.hpp"
 
 namespace headrace::cuda {
 namespace {
 
 namespace fs = std::filesystem;
+using fake::module_loads;
+using fake::new_context;
 using test::scale_kernel;
 using testing::HasSubstr;
-
-template <typename Function>
-Function* fake(const char* name) {
-  static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
-  return reinterpret_cast<Function*>(dlsym(library, name));
-}
-int module_loads() { return fake<int()>("fake_module_loads")(); }
-CUcontext new_context(int device) { return fake<CUcontext(CUdevice)>("fake_new_context")(device); }
 
 CUcontext current_context() {
   CUcontext context = nullptr;

@@ -5,9 +5,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "cuda/driver/context.hpp"
 #include "cuda/driver/driver.hpp"
 #include "cuda/driver/kernel_source.hpp"
 #include "headrace/headrace.hpp"
@@ -15,6 +17,11 @@
 #include "support/problem.hpp"
 
 namespace headrace::test {
+
+using cuda::check;
+using cuda::ContextScope;
+using cuda::CUdeviceptr;
+using cuda::driver;
 
 // A stream that does not wait for the default stream.
 class GpuStream {
@@ -44,11 +51,26 @@ class GpuMemory {
   cuda::CUdeviceptr address_ = 0;
 };
 
-// All tensors of a call on the device: the memory of each as it is on the host, gaps too, between guard bands. q, k
-// and v are aligned to 16 bytes, as the library demands, out in two of three calls.
+// The workspace of a plan, full of NaN between guard bands.
+class GpuWorkspace {
+ public:
+  explicit GpuWorkspace(std::size_t bytes);
+  // To be given to hr_plan_execute.
+  [[nodiscard]] std::span<std::byte> span() const;
+  // What was written beside it, or "".
+  [[nodiscard]] std::string judge() const;
+
+ private:
+  std::size_t bytes_;
+  GpuMemory memory_;
+};
+
+// All tensors of a call on the device: the memory of each as it is on the host, gaps too, between guard bands. In two
+// of three calls out is aligned to 16 bytes; q, k and v always, or if drawn in as many, each on its own.
 class GpuCall {
  public:
-  GpuCall(Call& call, cuda::CUstream stream);
+  enum class Alignment { full, drawn };
+  GpuCall(Call& call, cuda::CUstream stream, Alignment alignment = Alignment::full);
 
   // The call with device pointers, on the stream.
   [[nodiscard]] const Attention& attention() const { return attention_; }
@@ -64,7 +86,7 @@ class GpuCall {
     std::span<std::byte> host;
     std::size_t at;
   };
-  static std::size_t layout(Call& call, std::vector<Block>& blocks);
+  static std::size_t layout(Call& call, Alignment alignment, std::vector<Block>& blocks);
 
   Call& call_;
   std::vector<Block> blocks_;

@@ -11,8 +11,6 @@ namespace headrace {
 namespace cuda {
 namespace {
 
-[[noreturn]] void unsupported(const std::string& message) { throw Failure(HR_ERROR_UNSUPPORTED, message); }
-
 int attribute(CUdevice device, CUdevice_attribute which) {
   int value = 0;
   check(driver().cuDeviceGetAttribute(&value, which, device), "cuDeviceGetAttribute");
@@ -37,7 +35,24 @@ void check_supported(const Problem& p) {
 
 }  // namespace
 
-void check_pointers(const Problem& p, const Buffers& b) {
+Workspace CudaKernel::allocate_workspace(void* stream) const {
+  if (workspace_bytes() == 0) return {nullptr, [](std::byte*) {}};
+  const int ordinal = problem_.device_index;
+  const ContextScope context(ordinal);
+  CUdeviceptr address = 0;
+  check(driver().cuMemAllocAsync(&address, workspace_bytes(), static_cast<CUstream>(stream)), "cuMemAllocAsync");
+  const auto free = [ordinal, stream](std::byte* memory) {
+    try {
+      const ContextScope again(ordinal);
+      driver().cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(memory), static_cast<CUstream>(stream));
+    } catch (const Failure&) {
+      return;  // the device is gone, and its memory with it
+    }
+  };
+  return {reinterpret_cast<std::byte*>(address), free};
+}
+
+void CudaKernel::check_pointers(const Buffers& b, const std::byte* workspace) const {
   const auto check_one = [&](const char* name, const void* data) {
     if (data == nullptr) return;
     unsigned type = 0;
@@ -46,7 +61,7 @@ void check_pointers(const Problem& p, const Buffers& b) {
     if (result == CUDA_SUCCESS) return;
     if (result != CUDA_ERROR_INVALID_VALUE) throw_driver_error(result, "cuPointerGetAttribute");
     throw Failure(HR_ERROR_VALUE, fmt::format("{}: is at {}, which is not memory of CUDA device {}", name,
-                                              fmt::ptr(data), p.device_index));
+                                              fmt::ptr(data), problem_.device_index));
   };
   check_one("q", b.q);
   check_one("k", b.k);
@@ -58,6 +73,7 @@ void check_pointers(const Problem& p, const Buffers& b) {
   check_one("alibi_slopes", b.alibi_slopes);
   check_one("sinks", b.sinks);
   check_one("block_mask", b.block_mask);
+  if (workspace_bytes() > 0) check_one("workspace", workspace);
 }
 
 }  // namespace cuda

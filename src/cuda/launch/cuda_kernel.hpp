@@ -2,15 +2,29 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "plan/kernel.hpp"
 
 namespace headrace::cuda {
 
+// What the CUDA kernels share.
+class CudaKernel : public Kernel {
+ public:
+  explicit CudaKernel(const Problem& problem) : problem_(problem) {}
+  // Of the stream's memory pool, freed in the stream's order: a stream capture may record it.
+  [[nodiscard]] Workspace allocate_workspace(void* stream) const final;
+
+ protected:
+  // Throws Failure if a buffer or the workspace is not memory that the problem's device can reach. Memory of the host
+  // that CUDA does not know, above all: a kernel would fault on it.
+  void check_pointers(const Buffers& buffers, const std::byte* workspace) const;
+
+  const Problem& problem_;
+};
+
 std::unique_ptr<Kernel> make_hopper_forward(const Problem& problem, int multiprocessors);
 
-// Throws Failure if a buffer is not memory that the problem's device can reach. Memory of the host that CUDA does not
-// know, above all: a kernel would fault on it.
-void check_pointers(const Problem& problem, const Buffers& buffers);
+[[noreturn]] inline void unsupported(const std::string& message) { throw Failure(HR_ERROR_UNSUPPORTED, message); }
 
 }  // namespace headrace::cuda

@@ -10,7 +10,7 @@
 #include "cuda/kernels/hopper_forward_params.hpp"
 #include "cuda/launch/cuda_kernel.hpp"
 #include "cuda/launch/hopper_forward_source.hpp"
-#include "cuda/launch/tensor_map.hpp"
+#include "cuda/launch/tma_input.hpp"
 #include "describe/dropout.hpp"
 
 namespace headrace::cuda {
@@ -23,12 +23,10 @@ Divisor divisor(std::int64_t d) { return Divisor::of(static_cast<unsigned>(std::
 
 int rows_of(const HopperForwardTile& tile) { return 64 * tile.warpgroups; }
 
-[[noreturn]] void unsupported(const std::string& message) { throw Failure(HR_ERROR_UNSUPPORTED, message); }
-
-class HopperForward final : public Kernel {
+class HopperForward final : public CudaKernel {
  public:
   HopperForward(const Problem& p, int multiprocessors)
-      : problem_(p),
+      : CudaKernel(p),
         tile_(hopper_forward_tile(p.head_dim, p.value_dim)),
         source_(hopper_forward_source(p)),
         multiprocessors_(multiprocessors) {
@@ -39,15 +37,21 @@ class HopperForward final : public Kernel {
           fmt::format("q: batch {} x heads {} x seqlen_q {} (seqlen_k {}) has too many tiles; on CUDA seqlens and "
                       "the number of tiles of {} queries must be below 2^30",
                       p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, rows_of(tile_)));
-    check_for_tma("q", q());
-    check_for_tma("k", k());
-    check_for_tma("v", v());
     params_ = params(static_cast<int>(query_tiles));
+    if (all == 0) return;
     const ContextScope context(p.device_index);
-    if (all > 0) load_kernel(source_);  // compiled now, if it must be
+    load_kernel(source_);  // compiled now, if it must be
+    const auto input = [&](const char* name, std::int64_t rows, std::int64_t heads, std::int64_t size,
+                           const RowStrides& strides, bool aligned) {
+      inputs_.emplace_back(name, RowsOfHeads{p.batch, rows, heads, size, strides}, p.dtype, aligned, workspace_bytes_);
+    };
+    input("q", p.seqlen_q, p.heads_q, p.head_dim, p.q, p.q_aligned);
+    if (p.seqlen_k == 0) return;
+    input("k", p.seqlen_k, p.heads_kv, p.head_dim, p.k, p.k_aligned);
+    input("v", p.seqlen_k, p.heads_kv, p.value_dim, p.v, p.v_aligned);
   }
 
-  [[nodiscard]] std::size_t workspace_bytes() const override { return 0; }
+  [[nodiscard]] std::size_t workspace_bytes() const override { return workspace_bytes_; }
 
   [[nodiscard]] KernelReport report() const override {
     return {.name = "cuda.hopper_forward",
@@ -61,19 +65,22 @@ class HopperForward final : public Kernel {
             .key_reuse = 1,
             .fast_bytes = shared_bytes(),
             .flops_per_byte = 206,  // H200: 990 TFLOP/s of bfloat16 against 4.8 TB/s
-            .notes = {}};
+            .notes = notes()};
   }
 
-  void execute(const Buffers& buffers, std::byte* /*workspace*/) const override {
+  void execute(const Buffers& buffers, std::byte* workspace) const override {
     const Problem& p = problem_;
     if (blocks() == 0) return;
     const ContextScope context(p.device_index);
-    check_pointers(p, buffers);
+    check_pointers(buffers, workspace);
     const LoadedKernel& kernel = load_kernel(source_);
-    CUtensorMap map_q = make_tensor_map("q", q(), p.dtype, buffers.q, 64);
+    const auto map_of = [&](std::size_t input, const void* data, int box_rows) {
+      return inputs_[input].map(data, workspace, static_cast<CUstream>(buffers.stream), box_rows);
+    };
+    CUtensorMap map_q = map_of(0, buffers.q, 64);
     // Without keys nothing is loaded, but a map needs memory behind it.
-    CUtensorMap map_k = p.seqlen_k == 0 ? map_q : make_tensor_map("k", k(), p.dtype, buffers.k, tile_.keys);
-    CUtensorMap map_v = p.seqlen_k == 0 ? map_q : make_tensor_map("v", v(), p.dtype, buffers.v, tile_.keys);
+    CUtensorMap map_k = p.seqlen_k == 0 ? map_q : map_of(1, buffers.k, tile_.keys);
+    CUtensorMap map_v = p.seqlen_k == 0 ? map_q : map_of(2, buffers.v, tile_.keys);
     HopperForwardParams params = params_;
     params.out = buffers.out;
     params.vector_out = params.vector_out && reinterpret_cast<std::uintptr_t>(buffers.out) % 16 == 0;
@@ -98,14 +105,11 @@ class HopperForward final : public Kernel {
   }
 
  private:
-  [[nodiscard]] RowsOfHeads q() const {
-    return {problem_.batch, problem_.seqlen_q, problem_.heads_q, problem_.head_dim, problem_.q};
-  }
-  [[nodiscard]] RowsOfHeads k() const {
-    return {problem_.batch, problem_.seqlen_k, problem_.heads_kv, problem_.head_dim, problem_.k};
-  }
-  [[nodiscard]] RowsOfHeads v() const {
-    return {problem_.batch, problem_.seqlen_k, problem_.heads_kv, problem_.value_dim, problem_.v};
+  [[nodiscard]] std::vector<std::string> notes() const {
+    std::vector<std::string> all;
+    for (const TmaInput& input : inputs_)
+      if (!input.note().empty()) all.push_back(input.note());
+    return all;
   }
 
   [[nodiscard]] int blocks() const { return std::min(multiprocessors_, params_.all_pieces); }
@@ -165,11 +169,12 @@ class HopperForward final : public Kernel {
     return params;
   }
 
-  const Problem& problem_;
   const HopperForwardTile& tile_;
   KernelSource source_;
   int multiprocessors_;
   HopperForwardParams params_{};
+  std::vector<TmaInput> inputs_;  // q, k, v; without keys, q
+  std::size_t workspace_bytes_ = 0;
 };
 
 }  // namespace
