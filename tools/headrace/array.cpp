@@ -121,11 +121,15 @@ Array normal_array(DType dtype, Shape shape, NormalSource& source) {
   return result;
 }
 
+void for_each_tensor(Attention& attention, const std::function<void(const char* name, Tensor& tensor)>& visit) {
+  for (const auto& [name, member] : members) visit(name, attention.*member);
+}
+
 void bind_tensors(Attention& attention, const Tensors& tensors) {
-  for (const auto& [name, member] : members) {
+  for_each_tensor(attention, [&](const char* name, Tensor& tensor) {
     const auto found = tensors.find(name);
-    attention.*member = found == tensors.end() ? Tensor() : found->second.tensor();
-  }
+    tensor = found == tensors.end() ? Tensor() : found->second.tensor();
+  });
 }
 
 }  // namespace headrace::tool

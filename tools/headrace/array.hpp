@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -53,6 +54,9 @@ Array normal_array(DType dtype, Shape shape, NormalSource& source);
 
 // The tensors of a call by the names of Attention's members.
 using Tensors = std::map<std::string, Array>;
+
+// Calls visit with every tensor of a call and the name of its member.
+void for_each_tensor(Attention& attention, const std::function<void(const char* name, Tensor& tensor)>& visit);
 
 // Points the members of attention at the tensors; a member without a tensor becomes absent.
 void bind_tensors(Attention& attention, const Tensors& tensors);

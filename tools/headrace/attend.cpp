@@ -4,6 +4,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "contract.hpp"
 #include "flags.hpp"
 #include "fmt/format.h"
+#include "gpu.hpp"
 #include "nlohmann/json.hpp"
 #include "safetensors.hpp"
 
@@ -22,7 +24,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 struct AttendFlags {
-  std::string input, output, dtype;
+  std::string input, output, dtype, device = "cpu";
   std::vector<std::string> names;
   bool check = false, backward = false, dbias = false, dsinks = false, json = false;
   AttentionFlags options;
@@ -165,17 +167,47 @@ void print_summary(const AttendFlags& flags, const Tensors& tensors) {
     fmt::print("{:<13} {}\n", "options", options);
 }
 
-int attend(const AttendFlags& flags) {
-  validate_flags(flags);
-  Tensors tensors = read_inputs(flags);
-  add_outputs(flags, tensors);
+// Both passes, with their seconds into the report.
+void run_on_cpu(const AttendFlags& flags, const Tensors& tensors, Json& report) {
   Attention call = flags.options.attention();
   bind_tensors(call, tensors);
+  report["seconds"]["forward"] = seconds([&] { forward(call); });
+  if (flags.backward) report["seconds"]["backward"] = seconds([&] { headrace::backward(call); });
+}
+
+// The same with copies of the tensors on a GPU. The seconds are the device's, of a run after one that loads the kernel;
+// copies are not counted.
+void run_on_gpu(const AttendFlags& flags, const Gpu& gpu, Tensors& tensors, Json& report) {
+  const GpuStream stream;
+  const GpuTensors on_gpu(tensors);
+  Attention call = flags.options.attention();
+  on_gpu.bind(call, gpu, stream);
+  report["device"] = gpu.name();
+  const GpuForward pass(call);
+  pass();
+  report["seconds"]["forward"] = stream.seconds_of([&] { pass(); });
+  if (flags.backward) {
+    headrace::backward(call);
+    report["seconds"]["backward"] = stream.seconds_of([&] { headrace::backward(call); });
+  }
+  for (const char* name : outputs)
+    if (const auto found = tensors.find(name); found != tensors.end()) on_gpu.read(name, found->second);
+}
+
+int attend(const AttendFlags& flags) {
+  validate_flags(flags);
+  std::optional<Gpu> gpu;  // asked for before anything is read: without one nothing else matters
+  if (const std::optional<int> index = parse_device(flags.device)) gpu.emplace(*index);
+  Tensors tensors = read_inputs(flags);
+  add_outputs(flags, tensors);
 
   Json report = summary(flags, tensors);
   if (!flags.json) print_summary(flags, tensors);
-  report["seconds"]["forward"] = seconds([&] { forward(call); });
-  if (flags.backward) report["seconds"]["backward"] = seconds([&] { headrace::backward(call); });
+  if (gpu)
+    run_on_gpu(flags, *gpu, tensors, report);
+  else
+    run_on_cpu(flags, tensors, report);
+  if (!flags.json && gpu) fmt::print("{:<13} {}\n", "device", gpu->name());
   if (!flags.json)
     for (const auto& [pass, time] : report["seconds"].items())
       fmt::print("{:<13} {:.3f} ms\n", pass, 1e3 * time.get<double>());
@@ -221,6 +253,7 @@ void add_attend(CLI::App& app, Command& command) {
   sub->add_flag("--dsinks", flags->dsinks, "With --backward: the gradient of sinks too");
   sub->add_option("--dtype", flags->dtype, "Convert q, k, v, dout first: float32, float16, bfloat16 or float64")
       ->type_name("T");
+  sub->add_option("--device", flags->device, "cpu, cuda (the first GPU) or cuda:N")->type_name("D");
   sub->add_option("--name", flags->names, "Read input KEY from the tensor called NAME; KEY= leaves it out")
       ->type_name("KEY=NAME")
       ->allow_extra_args(false);
@@ -243,6 +276,7 @@ void add_attend(CLI::App& app, Command& command) {
       "  headrace attend examples/data/minilm_qkv.safetensors --check\n"
       "  headrace attend qkv.safetensors -o out.safetensors --causal --window-left 255\n"
       "  headrace attend layer.safetensors -o out.safetensors --name q=attn.q --name bias= --dtype bfloat16\n"
+      "  headrace attend qkv.safetensors --dtype bfloat16 --device cuda --check\n"
       "  headrace attend qkv.safetensors --backward --check --json");
   sub->callback([&command, flags] { command = [flags] { return attend(*flags); }; });
 }

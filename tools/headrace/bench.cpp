@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "contest.hpp"
 #include "flags.hpp"
 #include "fmt/format.h"
+#include "gpu.hpp"
 #include "nlohmann/json.hpp"
 #include "safetensors.hpp"
 
@@ -21,7 +23,7 @@ using Json = nlohmann::ordered_json;
 struct BenchFlags {
   std::int64_t heads = 2, dim = 64;
   std::vector<std::int64_t> lengths = {512, 1024, 2048, 4096, 8192, 16384};
-  std::string dtype = "float32", json, blas;
+  std::string dtype = "float32", device = "cpu", json, blas;
   bool causal = false, backward = false, preallocate = false;
   int threads = 0, repeats = 0;
   std::uint64_t max_memory = 0;
@@ -67,12 +69,16 @@ void validate(const BenchFlags& flags) {
   if (std::ranges::any_of(flags.lengths, [](std::int64_t n) { return n < 1 || n > (std::int64_t{1} << 24); }))
     throw UsageError("--lengths must be from 1 to 16777216");
   if (flags.threads < 0 || flags.threads > 1024) throw UsageError("--threads must be from 1 to 1024");
+  if (flags.backward && parse_device(flags.device))
+    throw UsageError("--backward: on a GPU there is only the forward pass so far");
   if (flags.repeats < 0) throw UsageError("--repeats must be at least 1");
 }
 
 int bench(const BenchFlags& flags) {
   validate(flags);
-  const BlasProbe blas = probe_blas(flags.blas);
+  std::optional<Gpu> gpu;
+  if (const std::optional<int> index = parse_device(flags.device)) gpu.emplace(*index);
+  const BlasProbe blas = gpu ? BlasProbe{"", "not on a GPU"} : probe_blas(flags.blas);
   if (!blas.problem.empty() && !flags.blas.empty()) throw FileError(blas.problem);
 
   Contest contest;
@@ -95,31 +101,36 @@ int bench(const BenchFlags& flags) {
                  {"dim", flags.dim},
                  {"causal", flags.causal},
                  {"threads", contest.threads},
+                 {"device", gpu ? gpu->name() : "cpu"},
                  {"preallocate", flags.preallocate},
                  {"blas", blas.description},
                  {"standard_max_bytes", contest.standard_max_bytes},
                  {"rows", Json::array()}};
   const bool table = flags.json != "-";
   if (table) {
-    fmt::print("{} {}{}, {} head{} of dimension {}, {} thread{}, SIMD {}\n", flags.dtype, flags.causal ? "causal " : "",
-               flags.backward ? "backward" : "forward", flags.heads, flags.heads == 1 ? "" : "s", flags.dim,
-               contest.threads, contest.threads == 1 ? "" : "s",
-               report["machine"]["simd"]["chosen"].get<std::string>());
+    const std::string where =
+        gpu ? gpu->name()
+            : fmt::format("{} thread{}, SIMD {}", contest.threads, contest.threads == 1 ? "" : "s",
+                          report["machine"]["simd"]["chosen"].get<std::string>());
+    fmt::print("{} {}{}, {} head{} of dimension {}, {}\n", flags.dtype, flags.causal ? "causal " : "",
+               flags.backward ? "backward" : "forward", flags.heads, flags.heads == 1 ? "" : "s", flags.dim, where);
     fmt::print("standard attention: {}\n\n", blas.problem.empty() ? blas.description : "not measured: " + blas.problem);
     print_heading();
   }
   Progress progress;
   for (const std::int64_t seqlen : flags.lengths) {
     contest.shape.seqlen = seqlen;
-    const Json row = run_contest(contest, progress);
+    const Json row = gpu ? run_on_gpu(contest, *gpu) : run_contest(contest, progress);
     report["rows"].push_back(row);
     progress.clear();
     if (table) print_row(row);
   }
   if (table)
     fmt::print(
-        "\ntime: median of alternating runs. memory: peak of a fresh process above the tensors{}.\n"
+        "\ntime: median of {}. memory: {}{}.\n"
         "error: relative, of {} of sampled rows, against float64.\n",
+        gpu ? "the device's runs" : "alternating runs",
+        gpu ? "the workspace" : "peak of a fresh process above the tensors",
         flags.backward ? ", forward and backward" : "", flags.backward ? "out and dq" : "out");
   if (flags.json == "-") {
     fmt::print("{}\n", report.dump(2));
@@ -147,6 +158,9 @@ void add_bench(CLI::App& app, Command& command) {
                   "float32, float16 or bfloat16 (which standard attention converts to float32 first)")
       ->capture_default_str()
       ->type_name("T");
+  sub->add_option("--device", flags->device, "cpu, cuda (the first GPU) or cuda:N; on a GPU Headrace runs alone")
+      ->capture_default_str()
+      ->type_name("D");
   sub->add_flag("--causal", flags->causal, "Hide keys after the query");
   sub->add_flag("--backward", flags->backward, "Time the backward pass");
   add_integer(*sub, "--threads", flags->threads, "Threads (default: one a core)");
@@ -168,6 +182,7 @@ void add_bench(CLI::App& app, Command& command) {
       "Examples:\n"
       "  headrace bench\n"
       "  headrace bench --heads 1 --dim 128 --lengths 2048,65536 --causal\n"
+      "  headrace bench --dtype bfloat16 --heads 16 --dim 128 --device cuda\n"
       "  headrace bench --dtype bfloat16 --backward --json bench.json");
   sub->callback([&command, flags] { command = [flags] { return bench(*flags); }; });
 }

@@ -262,6 +262,39 @@ Json run_contest(const Contest& contest, Progress& progress) {
   return row;
 }
 
+Json run_on_gpu(const Contest& contest, const Gpu& gpu) {
+  Tensors tensors = with_outputs(contest);
+  const GpuStream stream;
+  const GpuTensors on_gpu(tensors);
+  Attention call;
+  call.causal = contest.shape.causal ? Causal::bottom_right : Causal::none;
+  on_gpu.bind(call, gpu, stream);
+  const GpuForward pass(call);
+  const Json plan = Json::parse(pass.plan().explain_json());
+  pass();
+  constexpr double shortest_round = 0.02;
+  const double once = stream.seconds_of([&] { pass(); });
+  const int runs = std::clamp(static_cast<int>(shortest_round / std::max(once, 1e-7)), 1, 10'000);
+  std::vector<double> seconds;
+  double spent = 0.0;
+  for (int round = 0; round < contest.rounds && (round == 0 || spent < contest.budget_seconds); ++round) {
+    const double total = stream.seconds_of([&] {
+      for (int run = 0; run < runs; ++run) pass();
+    });
+    seconds.push_back(total / runs);
+    spent += total;
+  }
+  on_gpu.read("out", tensors.at("out"));
+  return {{"seqlen", contest.shape.seqlen},
+          {"headrace",
+           {{"seconds", median(seconds)},
+            {"seconds_all", seconds},
+            {"gflops", plan["flops"].get<double>() / median(seconds) * 1e-9},
+            {"peak_bytes", plan["workspace_bytes"]},
+            {"error", SampledError(contest).of(tensors)}}},
+          {"standard", {{"skipped", "not on a GPU"}}}};
+}
+
 BlasProbe probe_blas(const std::string& path) {
   // In a child, since the library may start threads as soon as it is loaded.
   const Json answer = in_child([&]() -> Json {

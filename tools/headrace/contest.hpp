@@ -6,6 +6,7 @@
 #include <string>
 
 #include "array.hpp"
+#include "gpu.hpp"
 #include "measure.hpp"
 #include "nlohmann/json.hpp"
 #include "standard_attention.hpp"
@@ -35,6 +36,10 @@ struct Contest {
 //
 // Each peak is that of a fresh process; times are of alternating runs in another.
 nlohmann::json run_contest(const Contest& contest, Progress& progress);
+
+// The same of the forward pass on a GPU, where standard attention is not measured: "seconds" are the device's, and
+// "peak_bytes" the workspace of the plan.
+nlohmann::json run_on_gpu(const Contest& contest, const Gpu& gpu);
 
 // Whether a BLAS can be loaded: what it calls itself, or what is wrong.
 struct BlasProbe {

@@ -1,14 +1,20 @@
 #!/usr/bin/env python3
 """Forward attention on a Hopper GPU beside cuDNN (through PyTorch's scaled_dot_product_attention), in one run.
 
-Usage: bench/attention_gpu.py build/release/libheadrace.so OUTPUT.json [--short]
+Usage: bench/attention_gpu_peers.py build/release/libheadrace.so OUTPUT.json [--quick] [--tables grid,latency]
 
-Needs PyTorch with CUDA. The grid: batch x seqlen = 16384 tokens, heads x head_dim = 2048, bfloat16, inputs from N(0, 1),
+Headrace by itself, and what its options cost, is measured by attention_gpu (attention_gpu.cpp). Needs PyTorch with CUDA.
+
+The grid: batch x seqlen = 16384 tokens, heads x head_dim = 2048, bfloat16, inputs from N(0, 1),
 full and causal; and at 4096 tokens float16 and grouped queries (32 / 8 heads). Before each cell a product of 8192 x 8192
 matrices runs for 0.2 s, so that the card is at its power limit; then the contestants take turns of 60 ms each, long
 enough for the clock to settle at what the contestant's own power allows, and medians of the turns are kept, with the
 spread between the quartiles. PyTorch's times include its dispatch on the host where that is
-longer than the kernel; Headrace's include hr_plan_execute. TFLOP/s count 4 head_dim for each visible pair."""
+longer than the kernel; Headrace's include hr_plan_execute. TFLOP/s count 4 head_dim for each visible pair.
+
+The second table, latency: batch 1, 16 heads, short sequences. There the host's dispatch is longer than the kernel, so
+both contestants are measured twice: captured into a CUDA graph of 20 calls, which leaves the kernels and their launches,
+and called one by one ("plain"), which is what a caller without graphs gets."""
 
 import argparse
 import ctypes
@@ -101,12 +107,12 @@ def warm_up(product, seconds=0.2):
         torch.cuda.synchronize()
 
 
-def race(contestants, product, rounds):
+def race(contestants, product, rounds, turn_ms=60.0):
     """Medians and quartile spreads in ms, of contestants that take turns."""
     for function in contestants.values():
         function()
     warm_up(product)
-    calls = {name: max(1, round(60.0 / event_ms(function, 3))) for name, function in contestants.items()}
+    calls = {name: max(1, round(turn_ms / event_ms(function, 3))) for name, function in contestants.items()}
     times = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, function in contestants.items():
@@ -167,12 +173,63 @@ def measure(library, product, *, seqlen, dim, causal, dtype=torch.bfloat16, head
     return cell
 
 
+def graph_of(function, calls):
+    """A CUDA graph of so many calls, as a function that launches it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function(stream)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            function(stream)
+    return graph.replay
+
+
+def measure_latency(library, product, *, seqlen, dim, causal, rounds=7, calls=20):
+    heads = 16
+    q, k, v = (torch.randn(1, seqlen, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ours = Headrace(library, q, k, v, causal)
+    error = error_of(ours, q, k, v, causal)
+    if not error < 8e-3:
+        raise SystemExit(f"wrong result: relative error {error} at {seqlen=} {dim=} {causal=}")
+    transposed = [t.transpose(1, 2) for t in (q, k, v)]
+
+    def headrace(stream=None):
+        ours.call.stream = (stream or torch.cuda.current_stream()).cuda_stream
+        ours()
+
+    def cudnn(_stream=None):
+        torch.nn.functional.scaled_dot_product_attention(*transposed, is_causal=causal)
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        graphs = {"headrace": graph_of(headrace, calls), "cudnn": graph_of(cudnn, calls)}
+        in_graph = race(graphs, product, rounds, turn_ms=30.0)
+        plain = race({"headrace": headrace, "cudnn": cudnn}, product, rounds, turn_ms=30.0)
+    library.hr_plan_destroy(ours.plan)
+    cell = {"batch": 1, "seqlen": seqlen, "heads": heads, "head_dim": dim, "causal": causal, "dtype": "bfloat16",
+            "error": error, "clock_power": smi("clocks.sm,power.draw"), "calls_of_graph": calls}
+    for name in ("headrace", "cudnn"):
+        cell[name] = {"graph_us": in_graph[name]["ms"] * 1e3 / calls, "graph_spread": in_graph[name]["spread"],
+                      "plain_us": plain[name]["ms"] * 1e3, "plain_spread": plain[name]["spread"]}
+    cell["ratio"] = cell["cudnn"]["graph_us"] / cell["headrace"]["graph_us"]
+    cell["plain_ratio"] = cell["cudnn"]["plain_us"] / cell["headrace"]["plain_us"]
+    print(f"d {dim:3} {'causal' if causal else 'full  '} n {seqlen:5}: in a graph headrace "
+          f"{cell['headrace']['graph_us']:6.2f} us, cuDNN {cell['cudnn']['graph_us']:6.2f}, ratio {cell['ratio']:.3f}; plain "
+          f"{cell['headrace']['plain_us']:6.2f}, {cell['cudnn']['plain_us']:6.2f}, {cell['plain_ratio']:.3f}", flush=True)
+    return cell
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared_object", help="libheadrace.so")
     parser.add_argument("output")
     parser.add_argument("--commit", default="unknown", help="of the library, for the record")
-    parser.add_argument("--short", action="store_true", help="three lengths instead of six")
+    parser.add_argument("--quick", action="store_true", help="three lengths of the grid instead of six")
+    parser.add_argument("--tables", default="grid,latency", help="which of grid, latency")
     flags = parser.parse_args()
     library = load(flags.shared_object)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -182,18 +239,23 @@ def main():
         warm_up(product)
         return 2 * 8192.0**3 / statistics.median(event_ms(product, 1) for _ in range(9)) / 1e9
 
-    lengths = (512, 2048, 16384) if flags.short else (512, 1024, 2048, 4096, 8192, 16384)
+    lengths = (512, 2048, 16384) if flags.quick else (512, 1024, 2048, 4096, 8192, 16384)
     result = {"version": library.hr_version().decode(), "commit": flags.commit, "gpu": torch.cuda.get_device_name(),
               "driver": smi("driver_version"), "power_limit": smi("power.limit"), "torch": torch.__version__,
               "cudnn": torch.backends.cudnn.version(), "cublas_8192_tflops": [product_tflops()], "cells": []}
-    for dim in (64, 128, 256):
+    tables = flags.tables.split(",")
+    if "latency" in tables:
+        result["latency"] = [measure_latency(library, product, seqlen=seqlen, dim=dim, causal=causal)
+                             for dim in (64, 128) for causal in (False, True) for seqlen in (128, 256, 512, 1024)]
+    if "grid" in tables:
+        for dim in (64, 128, 256):
+            for causal in (False, True):
+                for seqlen in lengths:
+                    result["cells"].append(measure(library, product, seqlen=seqlen, dim=dim, causal=causal))
         for causal in (False, True):
-            for seqlen in lengths:
-                result["cells"].append(measure(library, product, seqlen=seqlen, dim=dim, causal=causal))
-    for causal in (False, True):
-        result["cells"].append(
-            measure(library, product, seqlen=4096, dim=128, causal=causal, dtype=torch.float16))
-        result["cells"].append(measure(library, product, seqlen=4096, dim=64, causal=causal, heads_kv=8))
+            result["cells"].append(
+                measure(library, product, seqlen=4096, dim=128, causal=causal, dtype=torch.float16))
+            result["cells"].append(measure(library, product, seqlen=4096, dim=64, causal=causal, heads_kv=8))
     result["cublas_8192_tflops"].append(product_tflops())
     pathlib.Path(flags.output).write_text(json.dumps(result, indent=1) + "\n")
 
