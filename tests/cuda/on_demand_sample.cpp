@@ -43,6 +43,8 @@ std::vector<KernelSource> on_demand_sample() {
   std::vector<KernelSource> sample = {
       {"scale", "test/scale.cuh", {{"FACTOR", 3}, {"THREADS", 256}}},
       {"wgmma", "test/wgmma.cuh", {}},
+      {"gemm", "test/gemm.cuh", {{"FLOAT16", 0}, {"WIDTH", 256}, {"LEFT_IN_REGISTERS", 1}, {"TRANS_B", 1}}},
+      {"arithmetic", "test/arithmetic.cuh", {{"FLOAT16", 1}}},
   };
   add_hopper_forward(sample);
   return sample;

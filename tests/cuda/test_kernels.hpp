@@ -38,7 +38,9 @@ inline KernelSource scale_kernel(long long factor, long long threads = 128) {
       GTEST_SKIP() << (what);                                                       \
     }                                                                               \
   } while (false)
-#define HEADRACE_NEEDS_NVRTC() HEADRACE_SKIP_WITHOUT(nvrtc_status().error.empty(), "no NVRTC: " + nvrtc_status().error)
+#define HEADRACE_NEEDS_NVRTC()                                        \
+  HEADRACE_SKIP_WITHOUT(headrace::cuda::nvrtc_status().error.empty(), \
+                        "no NVRTC: " + headrace::cuda::nvrtc_status().error)
 
 }  // namespace test
 }  // namespace headrace::cuda
