@@ -52,7 +52,8 @@ Json gpu() {
   if (cuda::embedded_pack().empty()) report["precompiled"]["error"] = "the library was built without NVRTC";
   const cuda::DiskCache cache(cuda::DiskCache::default_folder());
   const cuda::DiskCache::Usage usage = cache.usage();
-  report["cache"] = {{"folder", nullptr}, {"kernels", usage.entries}, {"bytes", usage.bytes}};
+  report["cache"] = {
+      {"folder", nullptr}, {"kernels", usage.entries}, {"bytes", usage.bytes}, {"max_bytes", cache.max_bytes()}};
   if (!cache.folder().empty()) report["cache"]["folder"] = cache.folder();
   return report;
 }

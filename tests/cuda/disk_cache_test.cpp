@@ -203,6 +203,117 @@ TEST_F(DiskCacheTest, LeftoversOfKilledProcessesAreRemoved) {
   EXPECT_TRUE(fs::exists(root_ / "something else"));
 }
 
+// Ten entries of the same size.
+class DiskCacheOfTen : public DiskCacheTest {
+ protected:
+  static constexpr std::size_t value_bytes = 10000, header_bytes = 200;
+  DiskCacheOfTen() : cache_(root_.string(), 10 * (value_bytes + header_bytes)) {
+    for (int n = 0; n < 10; ++n) write(n);
+  }
+  static std::string key(int n) { return "key " + std::to_string(n); }
+  // Files get their times from a clock that may tick slowly: each is made older than the one written after it.
+  void write(int n) {
+    for (const fs::path& path : files())
+      fs::last_write_time(path, fs::last_write_time(path) - std::chrono::seconds(10));
+    cache_.write(key(n), std::string(value_bytes, static_cast<char>('a' + n)));
+  }
+  // Without counting as used.
+  bool has(int n) const {
+    for (const fs::path& path : files())
+      if (contents(path).find("\n\n" + std::string(value_bytes, static_cast<char>('a' + n))) != std::string::npos)
+        return true;
+    return false;
+  }
+  DiskCache cache_;
+};
+
+TEST_F(DiskCacheOfTen, TheOldestMakesRoom) {
+  EXPECT_EQ(cache_.usage().entries, 10u);
+  write(10);
+  EXPECT_FALSE(has(0));
+  for (int n = 1; n <= 10; ++n) EXPECT_TRUE(has(n)) << n;
+  EXPECT_LE(cache_.usage().bytes, cache_.max_bytes());
+}
+
+TEST_F(DiskCacheOfTen, WhatIsReadIsNotOld) {
+  EXPECT_NE(cache_.read(key(0)), std::nullopt);
+  EXPECT_EQ(cache_.read(key(20)), std::nullopt);
+  write(10);
+  write(11);
+  EXPECT_TRUE(has(0));
+  EXPECT_FALSE(has(1));
+  EXPECT_FALSE(has(2));
+  EXPECT_TRUE(has(3));
+}
+
+TEST_F(DiskCacheOfTen, AReplacedEntryCountsOnce) {
+  write(0);
+  for (int n = 0; n < 10; ++n) EXPECT_TRUE(has(n)) << n;
+}
+
+// A smaller bound, of another process, holds at its next write.
+TEST_F(DiskCacheOfTen, SeveralMakeRoom) {
+  for (const char* name : {"something else", "other.cubin"}) overwrite(root_ / name, std::string(1 << 20, 'x'));
+  DiskCache(root_.string(), 3 * (value_bytes + header_bytes)).write("small", "value");
+  EXPECT_TRUE(fs::exists(root_ / "something else"));
+  EXPECT_TRUE(fs::exists(root_ / "other.cubin"));
+  EXPECT_EQ(cache_.read("small"), "value");
+  EXPECT_FALSE(has(7));
+  EXPECT_TRUE(has(8));
+  EXPECT_TRUE(has(9));
+}
+
+TEST_F(DiskCacheOfTen, WhatIsTooLargeByItselfIsNotWritten) {
+  cache_.write("large", std::string(cache_.max_bytes(), 'x'));
+  EXPECT_EQ(cache_.read("large"), std::nullopt);
+  EXPECT_EQ(cache_.usage().entries, 10u);
+  DiskCache(root_.string(), 0).write("any", "value");
+  EXPECT_EQ(cache_.read("any"), std::nullopt);
+  EXPECT_EQ(cache_.usage().entries, 10u);
+}
+
+// A folder in place of the oldest entry cannot be removed: the next ones go.
+TEST_F(DiskCacheOfTen, WhatCannotBeRemovedStays) {
+  fs::path oldest = files().at(0);
+  for (const fs::path& path : files())
+    if (fs::last_write_time(path) < fs::last_write_time(oldest)) oldest = path;
+  fs::remove(oldest);
+  fs::create_directories(oldest / "inside");
+  write(10);
+  write(11);
+  EXPECT_TRUE(fs::exists(oldest / "inside"));
+  EXPECT_FALSE(has(1));
+  EXPECT_TRUE(has(2));
+  EXPECT_TRUE(has(11));
+}
+
+// Four processes write far more than fits; nobody sees a wrong value, and in the end the bound holds.
+TEST_F(DiskCacheOfTen, HoldsItsBoundAmongProcesses) {
+  std::vector<pid_t> children;
+  for (int process = 0; process < 4; ++process) {
+    const pid_t child = fork();
+    if (child == 0) {
+      for (int n = 0; n < 100; ++n) {
+        const std::string name = key(n % 7 + 30 * process), value(value_bytes, static_cast<char>('a' + n % 7));
+        cache_.write(name, value);
+        const auto read = cache_.read(name);
+        if (read && *read != value) _exit(1);
+      }
+      _exit(0);
+    }
+    children.push_back(child);
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  }
+  write(10);
+  EXPECT_TRUE(has(10));
+  EXPECT_LE(cache_.usage().bytes, cache_.max_bytes());
+  EXPECT_EQ(files().size(), cache_.usage().entries) << "something was left behind";
+}
+
 // Eight processes write and read the same few keys; half of them are killed at some moment and started again. Nobody
 // ever sees anything but a whole value of the right key.
 TEST_F(DiskCacheTest, SurvivesConcurrentAndKilledProcesses) {
@@ -279,6 +390,23 @@ TEST(DiskCacheFolder, FollowsTheEnvironment) {
   EXPECT_EQ(DiskCache::default_folder(), "/nowhere/.cache/headrace");
   unsetenv("HOME");
   EXPECT_EQ(DiskCache::default_folder(), "");
+}
+
+TEST(DiskCacheBound, FollowsTheEnvironment) {
+  const Environment own("HEADRACE_CACHE_MAX_MB");
+  unsetenv("HEADRACE_CACHE_MAX_MB");
+  EXPECT_EQ(DiskCache::default_max_bytes(), std::uintmax_t{512} << 20);
+  for (const char* text : {"", "many", "-1", "3.5", " 7", "99999999999999999999999"}) {
+    setenv("HEADRACE_CACHE_MAX_MB", text, 1);
+    EXPECT_EQ(DiskCache::default_max_bytes(), std::uintmax_t{512} << 20) << text;
+  }
+  setenv("HEADRACE_CACHE_MAX_MB", "3", 1);
+  EXPECT_EQ(DiskCache::default_max_bytes(), std::uintmax_t{3} << 20);
+  EXPECT_EQ(DiskCache("/nowhere").max_bytes(), std::uintmax_t{3} << 20);
+  setenv("HEADRACE_CACHE_MAX_MB", "0", 1);
+  EXPECT_EQ(DiskCache::default_max_bytes(), 0u);
+  setenv("HEADRACE_CACHE_MAX_MB", "18446744073709551615", 1);
+  EXPECT_GT(DiskCache::default_max_bytes(), std::uintmax_t{1} << 63);
 }
 
 }  // namespace

@@ -5,13 +5,17 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <charconv>
 #include <chrono>
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
+#include <limits>
 #include <system_error>
+#include <vector>
 
 #include "cuda/driver/digest.hpp"
 
@@ -32,6 +36,9 @@ class File {
   File& operator=(const File&) = delete;
 
   bool is_open() const { return descriptor_ >= 0; }
+
+  // Sets the time of the last change, which tells when it was used last: many systems do not keep that of reading.
+  void touch() const { static_cast<void>(futimens(descriptor_, nullptr)); }
 
   bool write_all(std::string_view bytes) const {
     while (!bytes.empty()) {
@@ -68,6 +75,14 @@ std::string header_of(const std::string& key, std::string_view value) {
   return fmt::format("headrace kernel 1\nkey {}\nbytes {}\nsha256 {}\n\n", sha256(key), value.size(), sha256(value));
 }
 
+// 40 hexadecimal digits of a key's digest: other cubins in the folder are somebody else's.
+constexpr std::size_t name_digits = 40;
+bool is_entry(const fs::path& path) {
+  const std::string stem = path.stem().string();
+  return path.extension() == entry_extension && stem.size() == name_digits &&
+         stem.find_first_not_of("0123456789abcdef") == std::string::npos;
+}
+
 // What processes left that were killed while they wrote. A living one needs no hour.
 void remove_unfinished(const fs::path& folder) {
   std::error_code ignored;
@@ -97,8 +112,18 @@ std::string DiskCache::default_folder() {
   return "";
 }
 
+std::uintmax_t DiskCache::default_max_bytes() {
+  constexpr std::uintmax_t mebibyte = 1 << 20;
+  std::uintmax_t count = 512;
+  const std::string text = variable("HEADRACE_CACHE_MAX_MB");
+  std::uintmax_t wanted = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), wanted);
+  if (error == std::errc() && end == text.data() + text.size()) count = wanted;
+  return std::min(count, std::numeric_limits<std::uintmax_t>::max() / mebibyte) * mebibyte;
+}
+
 std::string DiskCache::path_of(const std::string& key) const {
-  return fmt::format("{}/{}{}", folder_, sha256(key).substr(0, 40), entry_extension);
+  return fmt::format("{}/{}{}", folder_, sha256(key).substr(0, name_digits), entry_extension);
 }
 
 std::optional<std::string> DiskCache::read(const std::string& key) const noexcept try {
@@ -111,6 +136,7 @@ std::optional<std::string> DiskCache::read(const std::string& key) const noexcep
   if (end == std::string::npos) return std::nullopt;
   std::string value = bytes->substr(end + 2);
   if (bytes->compare(0, end + 2, header_of(key, value)) != 0) return std::nullopt;
+  file.touch();
   return value;
 } catch (const std::exception&) {
   return std::nullopt;
@@ -118,18 +144,48 @@ std::optional<std::string> DiskCache::read(const std::string& key) const noexcep
 
 void DiskCache::write(const std::string& key, std::string_view value) const noexcept try {
   if (folder_.empty()) return;
+  const std::string entry = header_of(key, value) + std::string(value);
+  if (entry.size() > max_bytes_) return;
   std::error_code ignored;
   fs::create_directories(folder_, ignored);
   remove_unfinished(folder_);
   static std::atomic<unsigned> count = 0;
-  const std::string unfinished =
-      fmt::format("{}/{}-{}-{}{}", folder_, sha256(key).substr(0, 40), getpid(), count++, unfinished_extension);
+  const std::string unfinished = fmt::format("{}/{}-{}-{}{}", folder_, sha256(key).substr(0, name_digits), getpid(),
+                                             count++, unfinished_extension);
   // O_EXCL: a name that is taken, by a process of another container with the same number, is left alone.
   const File file(unfinished, O_WRONLY | O_CREAT | O_EXCL);
   if (!file.is_open()) return;
-  const bool written = file.write_all(header_of(key, value) + std::string(value));
-  if (!written || std::rename(unfinished.c_str(), path_of(key).c_str()) != 0) unlink(unfinished.c_str());
+  if (file.write_all(entry) && std::rename(unfinished.c_str(), path_of(key).c_str()) == 0)
+    evict(path_of(key));
+  else
+    unlink(unfinished.c_str());
 } catch (const std::exception&) {
+}
+
+// Another process may do the same at the same time: an entry that is gone already is no error, one too many is compiled
+// anew, and who reads an entry that is removed reads it to its end.
+void DiskCache::evict(const std::string& newest) const {
+  struct Entry {
+    fs::file_time_type used;
+    std::uintmax_t bytes;
+    fs::path path;
+  };
+  std::vector<Entry> entries;
+  std::uintmax_t all = 0;
+  for (const fs::directory_entry& found : fs::directory_iterator(folder_)) {
+    std::error_code gone;
+    const Entry entry{found.last_write_time(gone), gone ? 0 : found.file_size(gone), found.path()};
+    if (gone || !is_entry(found.path())) continue;
+    all += entry.bytes;
+    if (entry.path != fs::path(newest)) entries.push_back(entry);
+  }
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.used < b.used; });
+  for (const Entry& entry : entries) {
+    if (all <= max_bytes_) return;
+    std::error_code kept;
+    fs::remove(entry.path, kept);
+    if (!kept) all -= entry.bytes;
+  }
 }
 
 DiskCache::Usage DiskCache::usage() const noexcept try {
@@ -138,7 +194,7 @@ DiskCache::Usage DiskCache::usage() const noexcept try {
   if (folder_.empty()) return usage;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder_, ignored)) {
     const std::uintmax_t bytes = entry.file_size(ignored);
-    if (entry.path().extension() != entry_extension || ignored) continue;
+    if (!is_entry(entry.path()) || ignored) continue;
     ++usage.entries;
     usage.bytes += bytes;
   }
