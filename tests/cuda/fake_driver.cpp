@@ -221,6 +221,11 @@ EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute, CUdevice
   std::memcpy(value, &type, sizeof(type));
   return CUDA_SUCCESS;
 }
+EXPORT CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
   const std::lock_guard lock(mutex);
   launches.push_back({*config, function->name, {}});
@@ -262,7 +267,6 @@ UNUSED(cuMemsetD32Async)
 UNUSED(cuMemcpyHtoDAsync_v2)
 UNUSED(cuMemcpyDtoHAsync_v2)
 UNUSED(cuMemcpyDtoDAsync_v2)
-UNUSED(cuStreamIsCapturing)
 UNUSED(cuStreamBeginCapture_v2)
 UNUSED(cuStreamEndCapture)
 UNUSED(cuGraphInstantiateWithFlags)

@@ -199,6 +199,7 @@ Outcome run_on_gpu(Call& call) {
   Outcome outcome;
   const auto fail = [&](const std::string& what) { outcome.failure += "  " + what + "\n"; };
   try {
+    cuda::pretended_multiprocessors = call.spec.multiprocessors;
     const ContextScope scope(0);
     const GpuStream stream;
     GpuCall on_gpu(call, stream.get(), GpuCall::Alignment::drawn);
@@ -278,7 +279,10 @@ cuda::KernelSource variant_of(const Spec& spec) {
   Attention attention = call.attention(Backend::automatic);
   forget_gradients(attention);
   attention.device = Device::cuda;
-  return cuda::hopper_forward_source(validate(attention.c(), Pass::forward));
+  cuda::pretended_multiprocessors = spec.multiprocessors;
+  const Problem problem = validate(attention.c(), Pass::forward);
+  const int multiprocessors = cuda::list_devices().devices.at(0).multiprocessors;
+  return cuda::hopper_forward_source(problem, cuda::hopper_forward_variant(problem, multiprocessors));
 }
 
 void load_variant(const cuda::KernelSource& source) {

@@ -318,6 +318,7 @@ std::string Spec::describe() const {
   if (deterministic) s << " deterministic";
   if (batch_invariant) s << " batch_invariant";
   if (through_plan) s << " plan";
+  if (multiprocessors != 0) s << " for " << multiprocessors << " multiprocessors";
   s << " threads=" << threads << " inputs=" << name_of(inputs);
   const auto layout = [&](const char* name, Layout value) {
     if (value != Layout::contiguous) s << ' ' << name << ':' << name_of(value);

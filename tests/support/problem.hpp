@@ -77,6 +77,7 @@ struct Spec {
   bool deterministic = false, batch_invariant = false;
   bool through_plan = false;  // hr_plan_* with a poisoned workspace instead of hr_forward / hr_backward
   int threads = 1;
+  int multiprocessors = 0;  // that CUDA kernels are chosen for; 0: as many as there are
   Inputs inputs = Inputs::normal;
   Layout q_layout = Layout::contiguous, k_layout = Layout::contiguous, v_layout = Layout::contiguous;
   Layout out_layout = Layout::contiguous, dout_layout = Layout::contiguous, lse_layout = Layout::contiguous;

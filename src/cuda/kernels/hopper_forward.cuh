@@ -1,12 +1,11 @@
-// Attention forward for Hopper: 16-bit inputs, one persistent block an SM, warp-specialised (FlashAttention-3, Shah et
-// al. 2024, section 3). One thread brings q, k and v by TMA into rings of shared memory; kWarpgroups warpgroups have
+// Attention forward for Hopper: 16-bit inputs, persistent blocks of threads, warp-specialised (FlashAttention-3, Shah et
+// al. 2024, section 3). One thread brings q, k and v by TMA into rings of shared memory; WARPGROUPS warpgroups have
 // 64 query rows each, keep their rows' state in registers, and take turns on the tensor cores, so that the
 // exponentials of one run while another multiplies. Within a warpgroup S = q k^T of a block is issued before P v of
-// the block before it.
+// the block before it. A tile ends before the next one begins: their overlap would gain less than its code costs.
 //
 // The running maximum is not followed: exponents are taken relative to a reference, the maximum of the tile's first
-// block. A later score may lie above it, and its p above 1, without harm as long as p and
-// the sums stay finite. So most blocks need no maximum, which costs a tenth of the time; when a thread's sum of a
+// block. A later score may lie above it, and its p above 1, without harm as long as p and the sums stay finite. So most blocks need no maximum, which costs a tenth of the time; when a thread's sum of a
 // block passes 2^14 the reference is raised by a power of two. If a result is not finite in the end (a score more than
 // 2^127 above the reference, or values near the largest number), the tile is done again at the end with the maximum of
 // every block, and scaled down so that no finite input overflows. Masked blocks use the maximum anyway.
@@ -14,9 +13,10 @@
 // Constants of the compilation:
 // - FLOAT16: the type of q, k, v, out: 1 float16, 0 bfloat16
 // - HEAD_DIM, VALUE_DIM: multiples of 16 and 32, at most 256; TMA fills smaller dimensions up with zeros
-// - WARPGROUPS, KEYS, STAGES, Q_BUFFERS, Q_IN_REGISTERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS: the tile
+// - BLOCKS_PER_SM, WARPGROUPS, KEYS, STAGES, Q_BUFFERS, Q_IN_REGISTERS, OUT_PANELS, PRODUCER_REGISTERS,
+//   CONSUMER_REGISTERS: the tile, see HopperForwardTile
 // - SMALL_SCALE: 0 < scale <= ln(2): it is folded into the exponent
-// - PAIRED: rows see different numbers of keys
+// - PAIRED: rows see different numbers of keys, and two tiles make a piece of work
 // - SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, SINKS, DROPOUT: the options in use
 #define HEADRACE_INDEX int
 #include "describe/dropout.hpp"
@@ -41,14 +41,21 @@ using Params = HopperForwardParams;
 constexpr int kRowsOfWarpgroup = 64;
 constexpr int kRows = WARPGROUPS * kRowsOfWarpgroup;  // queries of a tile
 constexpr int kKeys = KEYS;                           // keys of a block
-constexpr int kThreads = 128 * (WARPGROUPS + 1);
+// Two blocks of threads on a multiprocessor have no registers to give away, and one warp for a producer.
+constexpr bool kTradeRegisters = true;
+constexpr int kThreads = 128 * WARPGROUPS + (kTradeRegisters ? 128 : 32);
 constexpr int kPanel = 64;  // columns of a panel of shared memory: 128 bytes
 constexpr int kHeadPanels = (HEAD_DIM + kPanel - 1) / kPanel, kValuePanels = (VALUE_DIM + kPanel - 1) / kPanel;
+constexpr int kRowsOfWarp = 16;
+constexpr int kOutPanels = kValuePanels < OUT_PANELS ? kValuePanels : OUT_PANELS;  // of a warp, written at a time
 constexpr int kRedoWords = 64;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 // Scores are brought to their final value before the softmax, in natural units: log2(e) times a score might overflow.
 // Else scale and log2(e) are folded into the exponent, and references are in units of log2.
 constexpr bool kFinalScores = SOFTCAP || ALIBI || BIAS || !SMALL_SCALE;
+// In plain blocks they can be folded into the exponent all the same: what overflows there is made to be found in the
+// end.
+constexpr bool kFolds = SMALL_SCALE && !BIAS;
 constexpr float kUnit = kFinalScores ? kLn2 : 1.0f;  // of references, where p doubles
 // Work on each element, and so code, that outweighs what overlapping the products of two blocks gains: there is one way
 // through such a kernel, which compiles in seconds.
@@ -70,6 +77,7 @@ struct alignas(1024) Shared {
   Element q[Q_BUFFERS][WARPGROUPS][kHeadPanels][kRowsOfWarpgroup * kPanel];
   Element k[STAGES][kHeadPanels][kKeys * kPanel];
   Element v[STAGES][kValuePanels][kKeys * kPanel];
+  Element out[4 * WARPGROUPS][kOutPanels][kRowsOfWarp * kPanel];  // on its way out
   unsigned long long q_full[Q_BUFFERS], q_empty[Q_BUFFERS];
   unsigned long long k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   unsigned redo[kRedoWords];
@@ -80,25 +88,37 @@ extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
 
 __device__ inline float minus_infinity() { return __int_as_float(static_cast<int>(0xFF800000u)); }
 
-// The n-th tile of this block of threads. The tiles are dealt out in the order of the heads, whose keys so stay in the
-// L2 cache. Under a causal mask or a window their lengths differ, evenly from one end of a head to the other: then a
-// tile and its counterpart at the other end are one piece of work, and all pieces have the same length, but for the
-// middle tile of an odd number. So the blocks of threads change places in each round.
+// The tiles of this block of threads. They are dealt out in the order of the heads, whose keys so stay in the L2 cache.
+// Under a causal mask or a window their lengths differ, evenly from one end of a head to the other: then a tile and its
+// counterpart at the other end are one piece of work, and all pieces have the same length, but for the middle tile of
+// an odd number. So the blocks of threads change places in each round.
 enum class Find { tile, nothing, end };
-__device__ inline Find find_tile(const Params& p, int n, Tile& tile) {
-  const unsigned blocks = p.blocks.divisor, round = PAIRED ? n / 2 : n, place = blockIdx.x + round;
-  const unsigned piece = round * blocks + place - p.blocks.quotient(place) * blocks;
-  const unsigned sequence_head = p.pieces.quotient(piece), index = piece - sequence_head * p.pieces.divisor;
-  const unsigned b = p.heads_q.quotient(sequence_head);
-  tile.b = static_cast<int>(b);
-  tile.h = static_cast<int>(sequence_head - b * p.heads_q.divisor);
-  tile.m = PAIRED && n % 2 == 0 ? p.query_tiles - 1 - static_cast<int>(index) : static_cast<int>(index);
-  tile.n = n;
-  if (round * blocks >= p.all_pieces) return Find::end;
-  if (sequence_head >= p.sequence_heads || (PAIRED && n % 2 == 1 && 2 * tile.m == p.query_tiles - 1))
-    return Find::nothing;
-  return Find::tile;
-}
+struct TileWalk {
+  unsigned round = 0, place = blockIdx.x;
+  bool second = false;  // of a pair
+  int n = 0;
+
+  __device__ Find next(const Params& p, Tile& tile) {
+    const unsigned first = round * p.blocks, piece = first + place, sequence_head = p.pieces.quotient(piece);
+    const int index = static_cast<int>(piece - sequence_head * p.pieces.divisor);
+    const unsigned b = p.heads_q.quotient(sequence_head);
+    tile.b = static_cast<int>(b);
+    tile.h = static_cast<int>(sequence_head - b * p.heads_q.divisor);
+    tile.m = PAIRED && !second ? p.query_tiles - 1 - index : index;
+    tile.n = n++;
+    const bool middle = PAIRED && second && 2 * index == p.query_tiles - 1;
+    if (!PAIRED || second) {
+      ++round;
+      if (++place == p.blocks) place = 0;
+    }
+    second = PAIRED && !second;
+    if (first >= p.all_pieces) {
+      tile = {0, 0, 0, n};
+      return Find::end;
+    }
+    return middle || piece >= p.all_pieces ? Find::nothing : Find::tile;
+  }
+};
 
 __device__ inline Visibility visibility(const Params& p, const Tile& tile) {
   Visibility vis{{p.band_lo, p.band_hi}, p.seqlen_q, p.seqlen_k, {}};
@@ -119,8 +139,8 @@ struct Blocks {
       : vis(visibility(p, tile)),
         rows{static_cast<Index>(tile.m) * kRows, min_index(p.seqlen_q, static_cast<Index>(tile.m + 1) * kRows)} {
     const Range keys = vis.keys_of_rows(rows);
-    next = keys.empty() ? -1 : static_cast<int>(ceil_div(keys.end, kKeys)) - 1;
-    last = keys.empty() ? 0 : static_cast<int>(keys.begin / kKeys);
+    next = keys.empty() ? -1 : static_cast<int>(static_cast<unsigned>(keys.end - 1) / kKeys);
+    last = keys.empty() ? 0 : static_cast<int>(static_cast<unsigned>(keys.begin) / kKeys);
     skip_hidden();
   }
   __device__ bool any() const { return next >= last; }
@@ -139,6 +159,24 @@ struct Blocks {
       while (any() && vis.classify(rows, keys_of(next)) == TileKind::hidden) --next;
     }
   }
+};
+
+// Blocks of keys [seen_begin, seen_end) are visible to one of a warpgroup's rows, [full_begin, full_end) to each; from
+// settled_end on down each row sees a key of the block.
+struct OwnBlocks {
+  Range rows;
+  int seen_begin, seen_end, full_begin, full_end, settled_end;
+
+  __device__ OwnBlocks(const Visibility& vis, int row0) : rows{row0, min_index(vis.seqlen_q, row0 + kRowsOfWarpgroup)} {
+    const Range some = vis.keys_of_rows(rows), all = vis.keys_of_all_rows(rows);
+    const auto block_of = [](Index key) { return static_cast<int>(static_cast<unsigned>(key) / kKeys); };
+    seen_begin = some.empty() ? 0 : block_of(some.begin);
+    seen_end = some.empty() ? 0 : block_of(some.end + kKeys - 1);
+    full_begin = block_of(all.begin + kKeys - 1);
+    full_end = block_of(all.end);
+    settled_end = block_of(all.end + kKeys - 1);
+  }
+  __device__ bool sees(int block) const { return block >= seen_begin && block < seen_end; }
 };
 
 // ---- the producer: one thread ----
@@ -189,12 +227,12 @@ struct Producer {
   }
 
   template <typename Wanted>
-  __device__ Tile next_tile(int& n, const Wanted& wanted) const {
-    for (;; ++n) {
+  __device__ Tile next_tile(TileWalk& walk, const Wanted& wanted) const {
+    for (;;) {
       Tile tile;
-      const Find found = find_tile(p, n, tile);
+      const Find found = walk.next(p, tile);
       if (found == Find::end) return {-1, 0, 0, 0};
-      if (found == Find::tile && wanted(n)) return tile;
+      if (found == Find::tile && wanted(tile.n)) return tile;
     }
   }
 
@@ -202,13 +240,13 @@ struct Producer {
   // first blocks of this one are under way; where its q has no room of its own yet, at the end.
   template <typename Wanted>
   __device__ void run(const Wanted& wanted) {
-    int n = 0;
-    Tile tile = next_tile(n, wanted);
+    TileWalk walk;
+    Tile tile = next_tile(walk, wanted);
     if (tile.m >= 0) start(tile, Blocks(p, tile).any());
     while (tile.m >= 0) {
       Tile following;
       const auto look_ahead = [&] {
-        following = next_tile(++n, wanted);
+        following = next_tile(walk, wanted);
         if (following.m >= 0) start(following, Blocks(p, following).any());
       };
       int before = -1, step = 0;
@@ -232,6 +270,7 @@ struct Producer {
 
 struct Consumer {
   const Params& p;
+  const ptx::TensorMap& out;
   Shared& shared;
   const int warpgroup, warp, lane;
   ptx::RingPosition<Q_BUFFERS> q_ring;
@@ -249,11 +288,9 @@ struct Consumer {
     float reference[2];  // -inf: no key was seen
     float sum[2];        // of p: this thread's share
   };
-  Rows rows;  // of the tile at hand
-  Rows done;  // of the tile before, if its last products are still to be made
-
-  enum class Pending { nothing, this_tile, last_tile };
-  Pending pending = Pending::nothing;  // whose products p v of the block before are still to be made
+  Rows rows;                      // of the tile at hand
+  float slope = 0.0f;             // of ALiBi, of its head
+  bool products_pending = false;  // p v of the block before are still to be made
 
   // -- taking turns on the tensor cores: barrier 1 + w is warpgroup w's turn --
   __device__ void begin_turns() {
@@ -332,35 +369,62 @@ struct Consumer {
 
   // Brings raw products to scores.
   __device__ void finish_scores(int block) {
-    const float slope = ALIBI ? p.alibi_slopes[rows.tile.b * p.alibi_batch + rows.tile.h * p.alibi_head] : 0.0f;
+    const int j0 = block * kKeys + 2 * (lane & 3);
 #pragma unroll
-    for (int e = 0; e < kKeys / 2; ++e) {
-      const int i = rows.row[(e >> 1) & 1], j = block * kKeys + 8 * (e / 4) + 2 * (lane & 3) + (e & 1);
-      float x = s[e] * p.scale;
-      if constexpr (SOFTCAP) x = p.softcap * tanh(x / p.softcap);
-      if constexpr (BIAS) {
-        float bias = 0.0f;
-        if (i < p.seqlen_q && j < p.seqlen_k) {
-          const long long at = rows.tile.b * p.bias_strides.batch + rows.tile.h * p.bias_strides.head +
-                               i * p.bias_strides.row + j * p.bias_strides.key;
-          bias = BIAS == 2 ? static_cast<const float*>(p.bias)[at] : to_float(static_cast<const Element*>(p.bias)[at]);
+    for (int r = 0; r < 2; ++r) {
+      const int i = rows.row[r];
+      const float behind = static_cast<float>(distance(i, j0));
+      const long long bias_row = rows.tile.b * p.bias_strides.batch + rows.tile.h * p.bias_strides.head +
+                                 min(i, p.seqlen_q - 1) * p.bias_strides.row;
+#pragma unroll
+      for (int n = 0; n < kKeys / 4; ++n) {
+        const int e = 4 * (n / 2) + 2 * r + n % 2, column = 8 * (n / 2) + n % 2;
+        float x = SOFTCAP ? p.softcap * tanh(s[e] * p.scale_over_softcap) : s[e] * p.scale;
+        if constexpr (BIAS) {
+          const long long at = bias_row + min(j0 + column, p.seqlen_k - 1) * p.bias_strides.key;
+          const float bias =
+              BIAS == 2 ? static_cast<const float*>(p.bias)[at] : to_float(static_cast<const Element*>(p.bias)[at]);
+          x = bias == minus_infinity() ? bias : x + bias;
         }
-        x = bias == minus_infinity() ? bias : x + bias;
+        if constexpr (ALIBI) x -= slope * fabsf(behind - static_cast<float>(column));
+        s[e] = x;
       }
-      if constexpr (ALIBI) x -= slope * fabsf(static_cast<float>(i + p.seqlen_k - p.seqlen_q - j));
-      s[e] = x;
     }
   }
-  // To a relative 2^-21: a series near 0, where 1 - 2 / (e^2x + 1) would lose what x has.
+  // Scores of a plain block, capped, in units of log2. Where all are small beside the cap, by a polynomial:
+  // kTanhRatio.
+  __device__ void cap_scores() {
+    float top = 0.0f;
+#pragma unroll
+    for (int e = 0; e < kKeys / 2; ++e) top = fmaxf(top, fabsf(s[e]));
+    if (__any_sync(~0u, top > p.softcap_straight_below)) {
+#pragma unroll
+      for (int e = 0; e < kKeys / 2; ++e)
+        s[e] = nan_if_infinite(p.softcap * kLog2E) * tanh(s[e] * p.scale_over_softcap);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kKeys / 2; ++e) {
+        const float square = s[e] * s[e];
+        float ratio = fmaf(square, p.softcap_polynomial[4], p.softcap_polynomial[3]);
+        ratio = fmaf(square, ratio, p.softcap_polynomial[2]);
+        ratio = fmaf(square, ratio, p.softcap_polynomial[1]);
+        s[e] *= fmaf(square, ratio, p.softcap_polynomial[0]);
+      }
+    }
+  }
+
+  // An infinity that a finite input brought about might end as a p of 0, and pass for a result.
+  __device__ static float nan_if_infinite(float x) { return fmaf(x, 0.0f, x); }
+
+  // To a relative 2^-22.
   __device__ static float tanh(float x) {
     const float square = x * x;
-    float series = fmaf(square, 62.0f / 2835.0f, -17.0f / 315.0f);
-    series = fmaf(square, series, 2.0f / 15.0f);
-    series = fmaf(square, series, -1.0f / 3.0f);
-    series = fmaf(x * square, series, x);
-    const float power = ptx::exp2(2.0f * kLog2E * fabsf(x));
-    const float far = power > 1e30f ? 1.0f : 1.0f - __fdividef(2.0f, power + 1.0f);
-    return square < 0.0625f ? series : copysignf(far, x);
+    float ratio = fmaf(square, kTanhRatio[4], kTanhRatio[3]);
+    ratio = fmaf(square, ratio, kTanhRatio[2]);
+    ratio = fmaf(square, ratio, kTanhRatio[1]);
+    ratio = fmaf(square, ratio, kTanhRatio[0]);
+    const float far = fmaf(-2.0f, ptx::reciprocal(ptx::exp2(2.0f * kLog2E * fabsf(x)) + 1.0f), 1.0f);
+    return square < 0.25f ? x * ratio : copysignf(far, x);
   }
   __device__ static float to_float(Element bits) {
     float x;
@@ -379,20 +443,26 @@ struct Consumer {
       // Columns [begin, end) of the block are in the band and the sequence.
       const Index low = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band_lo)) - j0;
       const Index high = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band_hi + 1)) - j0;
-      const int begin = static_cast<int>(max_index(-1, low)) - column0,
-                end = static_cast<int>(min_index(kKeys, max_index(-1, high))) - column0;
+      const int begin = own_columns_below(low), end = own_columns_below(high);
 #pragma unroll
-      for (int g = 0; g < kKeys / 8; ++g) {
+      for (int word = 0; word < ceil_div(kKeys, 128); ++word) {
+        const unsigned visible = first_bits(end - 32 * word) & ~first_bits(begin - 32 * word);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int column = 8 * g + c;
-          bool visible = column >= begin && column < end;
-          if constexpr (MASK || BLOCK_MASK) visible = visible && visible_by_data(rows.row[r], j0 + column0 + column);
-          if (!visible) s[4 * g + 2 * r + c] = minus_infinity();
+        for (int bit = 0; bit < 32 && 32 * word + bit < kKeys / 4; ++bit) {
+          const int g = (32 * word + bit) / 2, c = bit & 1;
+          bool seen = (visible >> bit & 1) != 0;
+          if constexpr (MASK || BLOCK_MASK) seen = seen && visible_by_data(rows.row[r], j0 + 8 * g + column0 + c);
+          if (!seen) s[4 * g + 2 * r + c] = minus_infinity();
         }
       }
     }
   }
+  // Of the thread's columns of a block, how many lie before a column.
+  __device__ int own_columns_below(int column) const {
+    const int clamped = min(kKeys, max(0, column));
+    return clamped / 8 * 2 + min(2, max(0, clamped % 8 - 2 * (lane & 3)));
+  }
+  __device__ static unsigned first_bits(int count) { return count >= 32 ? ~0u : (1u << max(0, count)) - 1; }
   __device__ bool visible_by_data(int i, int j) const {
     if (i >= p.seqlen_q || j >= p.seqlen_k) return false;
     if constexpr (BLOCK_MASK) {
@@ -471,17 +541,38 @@ struct Consumer {
 
   // s becomes p, summed and packed. between() is called half-way: it waits for the products that still read the packed
   // values of the block before.
-  template <typename Between>
+  template <bool kPlain, typename Between>
   __device__ void exponentiate(int block, float (&block_sum)[2], const Between& between) {
     constexpr int kGroups = kKeys / 8, kHalf = kGroups / 2;  // groups of 8 columns, 4 values of a thread
     const float scale = p.scale * kLog2E;
     const float minus_reference[2] = {rows.reference[0] == minus_infinity() ? 0.0f : -rows.reference[0],
                                       rows.reference[1] == minus_infinity() ? 0.0f : -rows.reference[1]};
+    // What is added to the scores of a plain block in units of log2: at its first column, and from column to column.
+    float offset[2] = {minus_reference[0], minus_reference[1]}, slope2 = 0.0f;
+    if constexpr (kFinalScores && kPlain && kFolds) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        offset[r] *= kLog2E;
+        if constexpr (ALIBI) {
+          slope2 = slope * kLog2E;
+          offset[r] =
+              fmaf(-slope2, static_cast<float>(distance(rows.row[r], block * kKeys + 2 * (lane & 3))), offset[r]);
+        }
+        offset[r] = nan_if_infinite(offset[r]);
+      }
+    }
     const auto exponentials = [&](int g) {
 #pragma unroll
       for (int e = 4 * g; e < 4 * g + 4; ++e) {
-        const float minus = minus_reference[(e >> 1) & 1];
-        s[e] = kFinalScores ? exponential(s[e] + minus) : ptx::exp2(fmaf(s[e], scale, minus));
+        const int r = (e >> 1) & 1;
+        if constexpr (!kFinalScores) {
+          s[e] = ptx::exp2(fmaf(s[e], scale, offset[r]));
+        } else if constexpr (kPlain && kFolds) {
+          const float added = ALIBI ? fmaf(slope2, static_cast<float>(8 * g + (e & 1)), offset[r]) : offset[r];
+          s[e] = ptx::exp2(SOFTCAP ? s[e] + added : fmaf(s[e], scale, added));
+        } else {
+          s[e] = exponential(s[e] + minus_reference[r]);
+        }
       }
     };
     // Summed from the last to the first: a sum right behind its exponential would wait for it.
@@ -547,40 +638,38 @@ struct Consumer {
 
   // -- blocks and tiles --
 
-  // One block of keys, with products of the block before under way meanwhile. kPlain: nothing is hidden, and every row
-  // has its reference; else edge tells whether something is hidden.
-  template <Pending kPending, bool kPlain>
+  // A block of keys, with the products of the block before under way meanwhile, but for the tile's first one.
+  // plain: nothing is hidden, and every row has its reference; else edge tells whether something is hidden.
+  enum class Block { first, masked, plain };
+  template <Block kBlock>
   __device__ void step(int block, bool edge, bool safe) {
+    constexpr bool kProducts = kOverlap && kBlock != Block::first, kPlain = kBlock == Block::plain;
     ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[k_ring.slot]), k_ring.parity);
     wait_turn();
     multiply_qk();
-    if constexpr (kPending != Pending::nothing) start_pv();
+    if constexpr (kProducts) start_pv();
     pass_turn();
-    ptx::wgmma_wait<kPending == Pending::nothing ? 0 : 1>();
+    ptx::wgmma_wait<kProducts ? 1 : 0>();
     ptx::pin(s);
     release(shared.k_empty[k_ring.slot]);
     k_ring.advance();
 
-    if constexpr (kFinalScores) finish_scores(block);
+    if constexpr (kPlain && kFolds && SOFTCAP) cap_scores();
+    if constexpr (kFinalScores && !(kPlain && kFolds)) finish_scores(block);
     float factor[2] = {1.0f, 1.0f}, block_sum[2];
     bool rescale = false;
     if constexpr (!kPlain) {
       if (edge || MASK) mask_scores(block);
       rescale = raise_to_maximum(factor, safe ? kSafeOffset : 0.0f);
     }
-    exponentiate(block, block_sum, [&] {
-      if constexpr (kPending != Pending::nothing) finish_pv();
-      if constexpr (kPending != Pending::last_tile) {
-        if (rescale) scale_output(factor);
-      }
+    exponentiate<kPlain>(block, block_sum, [&] {
+      if constexpr (kProducts) finish_pv();
+      if ((kBlock == Block::masked || !kOverlap) && rescale) scale_output(factor);
     });
     rows.sum[0] += block_sum[0];
     rows.sum[1] += block_sum[1];
     if constexpr (kPlain) raise_if_large(block_sum);
-    if constexpr (kPending == Pending::last_tile) {
-      write(done, safe);
-      clear_output();
-    }
+    products_pending = true;
   }
 
   __device__ void start_pv() {
@@ -598,16 +687,12 @@ struct Consumer {
     for (int e = 0; e < VALUE_DIM / 2; ++e) o[e] = 0.0f;
   }
 
-  // Makes the products that are pending.
-  __device__ void flush(bool safe) {
-    if (!kOverlap || pending == Pending::nothing) return;
-    start_pv();
-    finish_pv();
-    if (pending == Pending::last_tile) {
-      write(done, safe);
-      clear_output();
+  __device__ void finish_products() {
+    if (products_pending) {
+      start_pv();
+      finish_pv();
+      products_pending = false;
     }
-    pending = Pending::nothing;
   }
 
   // A block that this warpgroup does not need. Its slots are full before they are given back: the phases stay in order.
@@ -622,55 +707,54 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // All blocks of the tile; leaves the products of the last one pending.
-  __device__ void run_blocks(Blocks& blocks, bool safe) {
-    const Index row0 = rows.tile.m * kRows + warpgroup * kRowsOfWarpgroup;
-    const Range own{row0, min_index(p.seqlen_q, row0 + kRowsOfWarpgroup)};
-    // Blocks [seen_begin, seen_end) are visible to a row of the warpgroup, [full_begin, full_end) to each of them; from
-    // settled_end on down each row sees a key of the block.
-    const Range some = blocks.vis.keys_of_rows(own), all = blocks.vis.keys_of_all_rows(own);
-    const int seen_begin = some.empty() ? 0 : static_cast<int>(some.begin / kKeys);
-    const int seen_end = some.empty() ? 0 : static_cast<int>(ceil_div(some.end, kKeys));
-    const int full_begin = static_cast<int>(ceil_div(all.begin, kKeys)), full_end = static_cast<int>(all.end / kKeys);
-    const int settled_end = static_cast<int>(ceil_div(all.end, kKeys));
-    bool settled = false;
+  // Whether the warpgroup's rows see no key of the next block.
+  __device__ static bool hidden(const Blocks& blocks, const OwnBlocks& own) {
+    if (!own.sees(blocks.next)) return true;
+    return BLOCK_MASK && blocks.vis.classify(own.rows, blocks.keys_of(blocks.next)) == TileKind::hidden;
+  }
+  // Whether they do not see all of it.
+  __device__ static bool edge(const Blocks& blocks, const OwnBlocks& own) {
+    if (blocks.next < own.full_begin || blocks.next >= own.full_end) return true;
+    return BLOCK_MASK && blocks.vis.classify(own.rows, blocks.keys_of(blocks.next)) == TileKind::edge;
+  }
+  // Whether scores rise in it: before its query ALiBi raises them from block to block.
+  __device__ bool rises(int block, const OwnBlocks& own) const {
+    return ALIBI && distance(own.rows.begin, (block + 1) * kKeys - 1) < 0;
+  }
+  // Of ALiBi: how far a key lies behind a query.
+  __device__ int distance(int i, int j) const { return i + p.seqlen_k - p.seqlen_q - j; }
+
+  // The blocks of the tile; leaves the products of the last one pending.
+  __device__ void run_blocks(Blocks& blocks, const OwnBlocks& own, bool safe) {
+    bool first = true, settled = false;
     while (blocks.any()) {
       const int block = blocks.next;
-      bool hidden = block < seen_begin || block >= seen_end;
-      bool edge = block < full_begin || block >= full_end;
-      if constexpr (BLOCK_MASK) {
-        if (!hidden) {
-          const TileKind kind = blocks.vis.classify(own, blocks.keys_of(block));
-          hidden = kind == TileKind::hidden;
-          edge = edge || kind == TileKind::edge;
-        }
-      }
-      if (hidden) {
+      if (hidden(blocks, own)) {
         // Its slot of v may be needed before the next block of this warpgroup is there.
-        flush(safe);
+        finish_products();
         skip();
         blocks.advance();
         continue;
       }
+      const bool is_edge = edge(blocks, own);
       if constexpr (kOverlap) {
-        if (settled && !edge && !safe) {
-          for (; blocks.any() && blocks.next >= full_begin; blocks.advance())
-            step<Pending::this_tile, true>(blocks.next, false, false);
+        if (settled && !is_edge && !rises(block, own) && !safe) {
+          do {
+            step<Block::plain>(blocks.next, false, false);
+            blocks.advance();
+          } while (blocks.any() && blocks.next >= own.full_begin);
           continue;
         }
-        settled = block < settled_end && block >= full_begin;
-        if (pending == Pending::this_tile) {
-          step<Pending::this_tile, false>(block, edge, safe);
-        } else if (pending == Pending::last_tile) {
-          step<Pending::last_tile, false>(block, edge, safe);
+        if (first) {
+          step<Block::first>(block, is_edge, safe);
         } else {
-          step<Pending::nothing, false>(block, edge, safe);
+          step<Block::masked>(block, is_edge, safe);
         }
-        pending = Pending::this_tile;
+        first = false;
+        settled = block < own.settled_end && block >= own.full_begin;
       } else {
-        step<Pending::nothing, false>(block, edge, safe);
-        start_pv();
-        finish_pv();
+        step<Block::first>(block, is_edge, safe);
+        finish_products();
       }
       blocks.advance();
     }
@@ -679,25 +763,25 @@ struct Consumer {
   // -- results --
 
   // out = o / sum and lse. Notes the tile if not all is finite.
-  __device__ void write(const Rows& of, bool safe) {
+  __device__ void write(bool safe) {
     float inverse[2], not_finite = 0.0f;  // becomes NaN
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float total = of.sum[r] + __shfl_xor_sync(~0u, of.sum[r], 1);
+      float total = rows.sum[r] + __shfl_xor_sync(~0u, rows.sum[r], 1);
       total += __shfl_xor_sync(~0u, total, 2);
       not_finite += total * 0.0f;
-      float top = of.reference[r], kept = 1.0f;
+      float top = rows.reference[r], kept = 1.0f;
       if constexpr (SINKS) {
-        const float sink = p.sinks[of.tile.h * p.sinks_stride] * (kFinalScores ? 1.0f : kLog2E);
+        const float sink = p.sinks[rows.tile.h * p.sinks_stride] * (kFinalScores ? 1.0f : kLog2E);
         top = fmaxf(top, sink);
         if (top != minus_infinity()) {
-          kept = exponential(of.reference[r] - top);
+          kept = exponential(rows.reference[r] - top);
           total = total * kept + exponential(sink - top);
         }
       }
       inverse[r] = total == 0.0f ? 0.0f : __fdividef(kept, total);
-      if (p.lse != nullptr && (lane & 3) == 0 && of.row[r] < p.seqlen_q) {
-        p.lse[of.tile.b * p.lse_strides.s0 + of.tile.h * p.lse_strides.s1 + of.row[r] * p.lse_strides.s2] =
+      if (p.lse != nullptr && (lane & 3) == 0 && rows.row[r] < p.seqlen_q) {
+        p.lse[rows.tile.b * p.lse_strides.s0 + rows.tile.h * p.lse_strides.s1 + rows.row[r] * p.lse_strides.s2] =
             total == 0.0f ? minus_infinity() : (top + ptx::log2(total) * kUnit) * (kLn2 / kUnit);
       }
     }
@@ -706,103 +790,104 @@ struct Consumer {
       not_finite += o[e] * 0.0f;
       o[e] *= inverse[(e >> 1) & 1];
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      Element* out = static_cast<Element*>(p.out) + of.tile.b * p.out_strides.s0 + of.row[r] * p.out_strides.s1 +
-                     of.tile.h * p.out_strides.s2;
-      const int columns = of.row[r] < p.seqlen_q ? p.value_dim : 0;
-      if (p.vector_out) {
-        write_row_by_vectors(r, out, columns);
-      } else {
-        write_row(r, out, columns);
-      }
-    }
+    store_output(rows.tile);
     if (__any_sync(~0u, not_finite != 0.0f) && !safe && lane == 0) {
-      const int bit = of.tile.n >> p.redo_shift;
+      const int bit = rows.tile.n >> p.redo_shift;
       atomicOr(&shared.redo[bit / 32], 1u << (bit % 32));
     }
   }
 
-  // Of 32 columns each lane of four has two of every 8; a transposition among the four gives each 8 neighbours.
-  __device__ void write_row_by_vectors(int r, Element* out, int columns) {
-    const int quarter = lane & 3;
+  // Through shared memory, where each warp has room for its rows, laid out as TMA has it.
+  __device__ void store_output(const Tile& tile) {
+    const unsigned staging = ptx::shared_address(shared.out[4 * warpgroup + warp]);
+    const int row0 = tile.m * kRows + warpgroup * kRowsOfWarpgroup + warp * kRowsOfWarp;
+    const int matrix = lane / 8, row_in_matrix = lane & 7;
+    const unsigned row = staging + (row_in_matrix + 8 * (matrix & 1)) * 128;
 #pragma unroll
-    for (int i = 0; i < VALUE_DIM / 32; ++i) {
-      unsigned word[4];
+    for (int panel0 = 0; panel0 < kValuePanels; panel0 += kOutPanels) {
+      if (lane == 0) ptx::tma_store_wait_read();
+      __syncwarp();
 #pragma unroll
-      for (int g = 0; g < 4; ++g) word[g] = ptx::pack(o[4 * (4 * i + g) + 2 * r], o[4 * (4 * i + g) + 2 * r + 1]);
-      exchange(word[0], word[1], 1);
-      exchange(word[2], word[3], 1);
-      exchange(word[0], word[2], 2);
-      exchange(word[1], word[3], 2);
-      const int column = 32 * i + 8 * quarter;
-      if (column < columns) *reinterpret_cast<uint4*>(out + column) = make_uint4(word[0], word[1], word[2], word[3]);
+      for (int g = 8 * panel0; g < 8 * (panel0 + kOutPanels) && g < VALUE_DIM / 8; g += 2) {
+        const int chunk = g % 8 + matrix / 2;  // of 16 bytes; swizzled with the row
+        ptx::store_matrices(row + (g / 8 - panel0) * sizeof(shared.out[0][0]) + ((chunk ^ row_in_matrix) << 4),
+                            ptx::pack(o[4 * g], o[4 * g + 1]), ptx::pack(o[4 * g + 2], o[4 * g + 3]),
+                            ptx::pack(o[4 * g + 4], o[4 * g + 5]), ptx::pack(o[4 * g + 6], o[4 * g + 7]));
+      }
+      ptx::tma_store_fence();
+      __syncwarp();
+      if (p.store_by_tma) {
+        if (lane == 0) {
+#pragma unroll
+          for (int i = 0; i < kOutPanels && panel0 + i < kValuePanels; ++i) {
+            ptx::tma_store(out, staging + i * sizeof(shared.out[0][0]), (panel0 + i) * kPanel, row0, tile.h, tile.b);
+          }
+          ptx::tma_store_commit();
+        }
+      } else {
+        copy_output(tile, row0, panel0 * kPanel);
+      }
     }
   }
-  // Between a lane and its neighbour at distance `bit`: the lower lane gives its b for the upper one's a.
-  __device__ void exchange(unsigned& a, unsigned& b, int bit) const {
-    const bool upper = (lane & bit) != 0;
-    const unsigned received = __shfl_xor_sync(~0u, upper ? a : b, bit);
-    if (upper) {
-      a = received;
-    } else {
-      b = received;
-    }
-  }
-
-  __device__ void write_row(int r, Element* out, int columns) {
-#pragma unroll
-    for (int g = 0; g < VALUE_DIM / 8; ++g) {
-      const int column = 8 * g + 2 * (lane & 3);
-      const unsigned pair = ptx::pack(o[4 * g + 2 * r], o[4 * g + 2 * r + 1]);
-      if (column < columns) out[column] = static_cast<Element>(pair);
-      if (column + 1 < columns) out[column + 1] = static_cast<Element>(pair >> 16);
+  // To an out whose strides TMA cannot walk.
+  __device__ void copy_output(const Tile& tile, int row0, int column0) {
+#pragma unroll 1
+    for (int n = lane; n < kOutPanels * kRowsOfWarp * kPanel; n += 32) {
+      const int panel = n / (kRowsOfWarp * kPanel), row = n / kPanel % kRowsOfWarp, column = n % kPanel;
+      const int i = row0 + row, c = column0 + panel * kPanel + column;
+      if (i < p.seqlen_q && c < p.value_dim) {
+        static_cast<Element*>(p.out)[tile.b * p.out_strides.s0 + i * p.out_strides.s1 + tile.h * p.out_strides.s2 + c] =
+            shared.out[4 * warpgroup + warp][panel][row * kPanel + ((column / 8) ^ (row & 7)) * 8 + column % 8];
+      }
     }
   }
 
   // -- all tiles of this block --
 
+  __device__ void start_tile(const Tile& tile, int row0, bool any_keys) {
+    rows.tile = tile;
+    rows.row[0] = row0 + warp * kRowsOfWarp + lane / 4;
+    rows.row[1] = rows.row[0] + 8;
+    rows.reference[0] = rows.reference[1] = minus_infinity();
+    rows.sum[0] = rows.sum[1] = 0.0f;
+    if constexpr (ALIBI) slope = p.alibi_slopes[tile.b * p.alibi_batch + tile.h * p.alibi_head];
+    clear_output();
+    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[q_ring.slot]), q_ring.parity);
+    if (any_keys) load_q();
+    if constexpr (Q_IN_REGISTERS) release_q();
+  }
+
   template <typename Wanted>
   __device__ void run(const Wanted& wanted, bool safe) {
-    for (int n = 0;; ++n) {
+    bool unwritten = false;  // the tile before
+    for (TileWalk walk;;) {
       // Not handed over in shared memory: found anew, it is known to the compiler to be the same in all threads.
       Tile tile;
-      const Find found = find_tile(p, n, tile);
-      if (found == Find::end) break;
-      if (found == Find::nothing || !wanted(n)) continue;
-      ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[q_ring.slot]), q_ring.parity);
-      if (pending == Pending::this_tile) {
-        pending = Pending::last_tile;
-        done = rows;
-      } else {
-        clear_output();
-      }
-      rows.tile = tile;
-      rows.row[0] = tile.m * kRows + warpgroup * kRowsOfWarpgroup + warp * 16 + lane / 4;
-      rows.row[1] = rows.row[0] + 8;
-      rows.reference[0] = rows.reference[1] = minus_infinity();
-      rows.sum[0] = rows.sum[1] = 0.0f;
+      const Find found = walk.next(p, tile);
+      if (found == Find::nothing || (found == Find::tile && !wanted(tile.n))) continue;
       Blocks blocks(p, tile);
-      const bool any = blocks.any();
-      if (any) load_q();
-      if constexpr (Q_IN_REGISTERS) release_q();
-      run_blocks(blocks, safe);
+      const int row0 = tile.m * kRows + warpgroup * kRowsOfWarpgroup;
+      const OwnBlocks own(blocks.vis, row0);
+      finish_products();
+      if (unwritten) write(safe);
+      if (found == Find::end) break;
+      start_tile(tile, row0, blocks.any());
+      run_blocks(blocks, own, safe);
       if constexpr (!Q_IN_REGISTERS) release_q();
-      if (pending != Pending::this_tile) {  // a tile without visible keys
-        flush(safe);
-        write(rows, safe);
-      }
+      unwritten = true;
     }
-    if (pending == Pending::this_tile) {
-      flush(safe);
-      write(rows, safe);
-    }
+  }
+  // The stores of this warp are in device memory.
+  __device__ void finish_stores() {
+    if (lane == 0) ptx::tma_store_wait();
+    __syncwarp();
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
     hopper_forward(const __grid_constant__ ptx::TensorMap q, const __grid_constant__ ptx::TensorMap k,
-                   const __grid_constant__ ptx::TensorMap v, const __grid_constant__ Params p) {
+                   const __grid_constant__ ptx::TensorMap v, const __grid_constant__ ptx::TensorMap out,
+                   const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = static_cast<int>(threadIdx.x);
@@ -839,21 +924,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
 
   const int warpgroup = __shfl_sync(~0u, thread / 128, 0);
-  if (warpgroup == 0) {
-    ptx::give_registers<PRODUCER_REGISTERS>();
+  if (warpgroup == WARPGROUPS) {
+    if constexpr (kTradeRegisters) ptx::give_registers<PRODUCER_REGISTERS>();
     Producer producer{p, q, k, v, shared, {}, {}, {}};
-    if (thread == 0) producer.run(every_tile);
+    const bool elected = thread == 128 * WARPGROUPS;
+    if (elected) producer.run(every_tile);
     __syncwarp();
-    if (any_to_be_redone() && thread == 0) producer.run(to_be_redone);
+    if (any_to_be_redone() && elected) producer.run(to_be_redone);
   } else {
-    ptx::take_registers<CONSUMER_REGISTERS>();
+    if constexpr (kTradeRegisters) ptx::take_registers<CONSUMER_REGISTERS>();
     Consumer consumer{
-        .p = p, .shared = shared, .warpgroup = warpgroup - 1, .warp = (thread / 32) & 3, .lane = thread & 31};
+        .p = p, .out = out, .shared = shared, .warpgroup = warpgroup, .warp = (thread / 32) & 3, .lane = thread & 31};
     consumer.begin_turns();
     for (int pass = 0; pass < 2; ++pass) {
       const bool safe = pass == 1;
       if (safe && !any_to_be_redone()) break;
       consumer.run([&](int n) { return !safe || to_be_redone(n); }, safe);
+      consumer.finish_stores();
     }
   }
 }

@@ -20,6 +20,9 @@ struct Divisor {
 #endif
 };
 
+// tanh(x) / x as a polynomial in x^2, to a relative 2^-26 for |x| <= 1/2 (minimax).
+constexpr float kTanhRatio[5] = {0.99999999f, -0.33333069f, 0.13324779f, -0.052986076f, 0.017135007f};
+
 struct HopperForwardParams {
   // Strides in elements, over (batch, row, head) or (batch, head, row); of bias and mask over (batch, head, row, key).
   struct Strides3 {
@@ -33,7 +36,7 @@ struct HopperForwardParams {
   Strides3 out_strides;
   float* lse;  // null: not wanted
   Strides3 lse_strides;
-  int vector_out;  // rows of out can be written 16 bytes at a time
+  int store_by_tma;  // out has a tensor map
 
   const void* bias;  // float32 if bias_float32, else the type of q
   Strides4 bias_strides;
@@ -51,17 +54,18 @@ struct HopperForwardParams {
   int seqlen_q, seqlen_k, value_dim;
   Divisor heads_q, group;  // group: query heads that read one key-value head
   float scale;             // of the scores
-  float softcap;
+  float softcap, scale_over_softcap;
+  // In a raw product s with |s| < softcap_straight_below, s times a polynomial in s^2 is the capped score over ln(2).
+  float softcap_straight_below, softcap_polynomial[5];
   unsigned long long seed;
   unsigned dropout_threshold;
   float dropout_kept;
 
-  int query_tiles;     // of a head
-  Divisor pieces;      // of work of a head: its tiles, or pairs of them
-  Divisor blocks;      // of threads
-  int all_pieces;      // of all heads
-  int sequence_heads;  // batch * heads_q
-  int redo_shift;      // tiles of a block that share one bit of the list of tiles to be done again, log2
+  int query_tiles;      // of a head
+  Divisor pieces;       // of work of a head: its tiles, or pairs of them
+  unsigned blocks;      // of threads
+  unsigned all_pieces;  // of all heads
+  int redo_shift;       // tiles of a block that share one bit of the list of tiles to be done again, log2
 };
 
 }  // namespace headrace::cuda

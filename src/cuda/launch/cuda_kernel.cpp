@@ -11,6 +11,12 @@ namespace headrace {
 namespace cuda {
 namespace {
 
+bool is_capturing(CUstream stream) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  check(driver().cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing");
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
 int attribute(CUdevice device, CUdevice_attribute which) {
   int value = 0;
   check(driver().cuDeviceGetAttribute(&value, which, device), "cuDeviceGetAttribute");
@@ -73,7 +79,8 @@ void CudaKernel::check_pointers(const Buffers& b, const std::byte* workspace) co
   check_one("alibi_slopes", b.alibi_slopes);
   check_one("sinks", b.sinks);
   check_one("block_mask", b.block_mask);
-  if (workspace_bytes() > 0) check_one("workspace", workspace);
+  // Memory that a stream capture allocates, as allocate_workspace() does, is not known to the driver yet.
+  if (workspace_bytes() > 0 && !is_capturing(static_cast<CUstream>(b.stream))) check_one("workspace", workspace);
 }
 
 }  // namespace cuda

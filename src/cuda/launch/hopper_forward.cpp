@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "cuda/driver/context.hpp"
@@ -17,27 +18,29 @@ namespace headrace::cuda {
 namespace {
 
 constexpr int redo_bits = 2048;  // of the kernel's list of tiles to be done again
+constexpr int rows_of_warp = 16;
 
 // Of 1 where there is nothing to divide.
 Divisor divisor(std::int64_t d) { return Divisor::of(static_cast<unsigned>(std::max<std::int64_t>(d, 1))); }
-
-int rows_of(const HopperForwardTile& tile) { return 64 * tile.warpgroups; }
 
 class HopperForward final : public CudaKernel {
  public:
   HopperForward(const Problem& p, int multiprocessors)
       : CudaKernel(p),
-        tile_(hopper_forward_tile(p.head_dim, p.value_dim)),
-        source_(hopper_forward_source(p)),
+        variant_(hopper_forward_variant(p, multiprocessors)),
+        tile_(*variant_.tile),
+        source_(hopper_forward_source(p, variant_)),
         multiprocessors_(multiprocessors) {
-    const std::int64_t query_tiles = ceil_div(p.seqlen_q, rows_of(tile_)), all = query_tiles * p.batch * p.heads_q;
+    const std::int64_t all = ceil_div(p.seqlen_q, 64) * p.batch * p.heads_q;
     constexpr std::int64_t largest = std::numeric_limits<int>::max();
     if (all > largest / 2 || p.seqlen_q > largest / 2 || p.seqlen_k > largest / 2)
       unsupported(
           fmt::format("q: batch {} x heads {} x seqlen_q {} (seqlen_k {}) has too many tiles; on CUDA seqlens and "
-                      "the number of tiles of {} queries must be below 2^30",
-                      p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, rows_of(tile_)));
-    params_ = params(static_cast<int>(query_tiles));
+                      "the number of tiles of 64 queries must be below 2^30",
+                      p.batch, p.heads_q, p.seqlen_q, p.seqlen_k));
+    params_ = params(static_cast<int>(ceil_div(p.seqlen_q, tile_.rows())));
+    // TMA writes 16 bytes at a time, behind the end of a row too.
+    out_walkable_ = p.value_dim % 8 == 0 && tma_obstacle(out(), p.dtype).empty();
     if (all == 0) return;
     const ContextScope context(p.device_index);
     load_kernel(source_);  // compiled now, if it must be
@@ -56,11 +59,11 @@ class HopperForward final : public CudaKernel {
   [[nodiscard]] KernelReport report() const override {
     return {.name = "cuda.hopper_forward",
             .worker = "SM",
-            .tile_q = rows_of(tile_),
+            .tile_q = tile_.rows(),
             .tile_k = tile_.keys,
             .splits = 1,
             .tasks = params_.all_pieces,
-            .threads = blocks(),
+            .threads = std::min(blocks(), multiprocessors_),
             .available_threads = multiprocessors_,
             .key_reuse = 1,
             .fast_bytes = shared_bytes(),
@@ -83,14 +86,16 @@ class HopperForward final : public CudaKernel {
     CUtensorMap map_v = p.seqlen_k == 0 ? map_q : map_of(2, buffers.v, tile_.keys);
     HopperForwardParams params = params_;
     params.out = buffers.out;
-    params.vector_out = params.vector_out && reinterpret_cast<std::uintptr_t>(buffers.out) % 16 == 0;
+    params.store_by_tma = out_walkable_ && reinterpret_cast<std::uintptr_t>(buffers.out) % tma_alignment == 0;
+    // Where the kernel does not use it, any map will do.
+    CUtensorMap map_out = params.store_by_tma ? make_tensor_map(out(), p.dtype, buffers.out, rows_of_warp) : map_q;
     params.lse = static_cast<float*>(buffers.lse);
     params.bias = buffers.bias;
     params.mask = buffers.mask;
     params.block_mask = buffers.block_mask;
     params.alibi_slopes = buffers.alibi_slopes;
     params.sinks = buffers.sinks;
-    void* arguments[] = {&map_q, &map_k, &map_v, &params};
+    void* arguments[] = {&map_q, &map_k, &map_v, &map_out, &params};
     const CUlaunchConfig config{.gridDimX = static_cast<unsigned>(blocks()),
                                 .gridDimY = 1,
                                 .gridDimZ = 1,
@@ -112,13 +117,19 @@ class HopperForward final : public CudaKernel {
     return all;
   }
 
-  [[nodiscard]] int blocks() const { return std::min(multiprocessors_, params_.all_pieces); }
+  [[nodiscard]] RowsOfHeads out() const {
+    const Problem& p = problem_;
+    return {p.batch, p.seqlen_q, p.heads_q, p.value_dim, p.out};
+  }
+
+  [[nodiscard]] int blocks() const { return static_cast<int>(params_.blocks); }
 
   [[nodiscard]] std::size_t shared_bytes() const {
     const auto panels = [](int size) { return ceil_div(size, 64) * 64; };
     const Index elements =
-        static_cast<Index>(tile_.q_buffers) * rows_of(tile_) * panels(tile_.head_dim) +
-        static_cast<Index>(tile_.stages) * tile_.keys * (panels(tile_.head_dim) + panels(tile_.value_dim));
+        static_cast<Index>(tile_.q_buffers) * tile_.rows() * panels(tile_.head_dim) +
+        static_cast<Index>(tile_.stages) * tile_.keys * (panels(tile_.head_dim) + panels(tile_.value_dim)) +
+        static_cast<Index>(tile_.rows()) * 64 * tile_.out_panels_of_warp();
     return static_cast<std::size_t>(2 * elements);
   }
 
@@ -130,7 +141,6 @@ class HopperForward final : public CudaKernel {
     };
     HopperForwardParams params{};
     params.out_strides = {p.out.batch, p.out.row, p.out.head};
-    params.vector_out = p.value_dim % 8 == 0 && p.out.batch % 8 == 0 && p.out.row % 8 == 0 && p.out.head % 8 == 0;
     params.lse_strides = {p.lse.batch, p.lse.head, p.lse.row};
     params.bias_strides = pair(p.bias);
     params.mask_strides = pair(p.mask);
@@ -152,28 +162,44 @@ class HopperForward final : public CudaKernel {
     params.heads_q = divisor(p.heads_q);
     params.group = divisor(p.group());
     params.scale = static_cast<float>(p.scale);
-    using Float = std::numeric_limits<float>;  // caps beyond it act like its ends
-    params.softcap = static_cast<float>(std::clamp<double>(p.softcap, Float::denorm_min(), Float::max()));
+    set_softcap(params);
     const Dropout dropout{p.dropout_p, p.seed};
     params.seed = p.seed;
     params.dropout_threshold = dropout.threshold();
     params.dropout_kept = static_cast<float>(dropout.kept_scale());
     params.query_tiles = query_tiles;
-    params.pieces = divisor(paired(p) ? (query_tiles + 1) / 2 : query_tiles);
-    params.sequence_heads = static_cast<int>(p.batch * p.heads_q);
-    params.all_pieces = static_cast<int>(params.pieces.divisor) * params.sequence_heads;
-    if (query_tiles == 0) params.all_pieces = 0;
-    params.blocks = divisor(std::min(multiprocessors_, params.all_pieces));
+    params.pieces = divisor(variant_.paired ? (query_tiles + 1) / 2 : query_tiles);
+    params.all_pieces = query_tiles == 0 ? 0 : params.pieces.divisor * static_cast<unsigned>(p.batch * p.heads_q);
+    params.blocks = std::min(static_cast<unsigned>(multiprocessors_ * tile_.blocks_per_sm), params.all_pieces);
     const Index of_block = 2 * ceil_div(params.all_pieces, multiprocessors_) + 2;
     while ((of_block >> params.redo_shift) >= redo_bits) ++params.redo_shift;
     return params;
   }
 
+  void set_softcap(HopperForwardParams& params) const {
+    const auto narrowed = [](double x) {
+      constexpr double largest = std::numeric_limits<float>::max();
+      return static_cast<float>(std::clamp(x, -largest, largest));
+    };
+    // Below 2^-100 a cap makes all scores equal in any precision.
+    const double cap = std::max(problem_.softcap, 0x1p-100), ratio = problem_.scale / cap;
+    params.softcap = narrowed(cap);
+    params.scale_over_softcap = narrowed(ratio);
+    params.softcap_straight_below = narrowed(0.5 / std::abs(ratio));
+    double factor = cap * ratio / std::log(2.0);
+    for (int n = 0; n < 5; ++n, factor *= ratio * ratio) {
+      params.softcap_polynomial[n] = narrowed(static_cast<double>(kTanhRatio[n]) * factor);
+      if (std::abs(factor) > std::numeric_limits<float>::max()) params.softcap_straight_below = -1.0f;  // never
+    }
+  }
+
+  HopperForwardVariant variant_;
   const HopperForwardTile& tile_;
   KernelSource source_;
   int multiprocessors_;
   HopperForwardParams params_{};
   std::vector<TmaInput> inputs_;  // q, k, v; without keys, q
+  bool out_walkable_ = false;     // by TMA
   std::size_t workspace_bytes_ = 0;
 };
 

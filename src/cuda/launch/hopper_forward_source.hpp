@@ -9,21 +9,33 @@ namespace headrace::cuda {
 // The shape of a tile, for heads up to (head_dim, value_dim).
 struct HopperForwardTile {
   int head_dim, value_dim;
-  int warpgroups;  // of 64 query rows
-  int keys;        // of a block
-  int stages;      // blocks of keys and of values in shared memory
+  int blocks_per_sm;  // of threads
+  int warpgroups;     // of 64 query rows
+  int keys;           // of a block
+  int stages;         // blocks of keys and of values in shared memory
   int q_buffers;
   bool q_in_registers;
+  int out_panels;  // of 64 columns, that a warp writes at a time
   int producer_registers, consumer_registers;
+
+  [[nodiscard]] int rows() const { return 64 * warpgroups; }
+  [[nodiscard]] int out_panels_of_warp() const;
 };
 
-// The tile for a problem's dimensions; the last one, 256 x 256, holds all.
-const HopperForwardTile& hopper_forward_tile(std::int64_t head_dim, std::int64_t value_dim);
+struct HopperForwardVariant {
+  const HopperForwardTile* tile;
+  // A head's query tiles see different numbers of keys, and there are so many that a long one and a short one make a
+  // piece of work.
+  bool paired;
+};
 
-// Whether a head's query tiles see different numbers of keys, so that a long one and a short one make a piece of work.
-bool paired(const Problem& problem);
+// Tiles are chosen as if the device had so many multiprocessors, if not 0: tests reach every variant by small problems.
+inline thread_local int pretended_multiprocessors = 0;
 
-KernelSource hopper_forward_source(const Problem& problem);
+// Small tiles where large ones would leave multiprocessors idle.
+HopperForwardVariant hopper_forward_variant(const Problem& problem, int multiprocessors);
+
+KernelSource hopper_forward_source(const Problem& problem, const HopperForwardVariant& variant);
 
 // What the build compiles ahead: every tile in both types, with and without a causal mask or window.
 std::vector<KernelSource> hopper_forward_standard_set();

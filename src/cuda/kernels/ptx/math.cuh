@@ -1,5 +1,5 @@
-// Single instructions of arithmetic that C++ does not name. PTX ISA, "Floating Point Instructions", "cvt", "ldmatrix".
-// The compilation defines HEADRACE_MMA_TYPE.
+// Single instructions of arithmetic that C++ does not name. PTX ISA, "Floating Point Instructions", "cvt", "ldmatrix",
+// "stmatrix". The compilation defines HEADRACE_MMA_TYPE.
 #pragma once
 
 namespace headrace::ptx {
@@ -14,6 +14,12 @@ __device__ inline float exp2(float x) {
 __device__ inline float log2(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// "rcp.approx.ftz": 1 / x to 1 ulp; 0 for inf.
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // "cvt.rn": two values rounded to the 16-bit type of the products, `low` in the low half.
@@ -33,6 +39,13 @@ __device__ inline void load_matrices(unsigned (&out)[4], unsigned shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(shared)
+               : "memory");
+}
+
+// "stmatrix", the same the other way.
+__device__ inline void store_matrices(unsigned shared, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c),
+               "r"(d)
                : "memory");
 }
 

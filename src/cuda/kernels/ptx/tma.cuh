@@ -19,4 +19,18 @@ __device__ inline void tma_load(unsigned shared, const TensorMap& map, unsigned 
       : "memory");
 }
 
+// "cp.async.bulk.tensor.4d", from shared memory: what lies outside the tensor is not written. Writes of shared memory
+// by threads are made known to it by the fence. Stores are waited for in groups, by the thread that asked for them.
+__device__ inline void tma_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void tma_store(const TensorMap& map, unsigned shared, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+// "cp.async.bulk.commit_group", "cp.async.bulk.wait_group": until all groups have read shared memory; have been
+// written.
+__device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 }  // namespace headrace::ptx
