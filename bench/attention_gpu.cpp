@@ -40,6 +40,7 @@ struct Problem {
   DType dtype = DType::bfloat16;
   std::int64_t batch = 1, seqlen = 1, heads_q = 1, heads_kv = 1, dim = 64;
   bool causal = false, alibi = false;
+  bool unaligned_k = false;  // k begins at a 2nd element, where TMA cannot read it: it is copied first
   std::optional<std::int64_t> window_left{}, window_right{};
   double softcap = 0.0;
 };
@@ -48,7 +49,7 @@ struct Problem {
 // prime, so that no two rows are the same.
 class Deviates {
  public:
-  static constexpr std::int64_t largest = tokens * width;
+  static constexpr std::int64_t largest = tokens * width + 1;
 
   Deviates(DType dtype, std::uint64_t seed) : period_(make(dtype, seed)), device_(bytes(largest)) {
     for (std::int64_t at = 0; at < largest; at += period) {
@@ -58,7 +59,9 @@ class Deviates {
     cuda::check(cuda::driver().cuCtxSynchronize(), "cuCtxSynchronize");
   }
 
-  [[nodiscard]] Tensor on_device(const Shape& shape) const { return {device_.data(), period_.dtype, shape}; }
+  [[nodiscard]] Tensor on_device(const Shape& shape, std::int64_t begin = 0) const {
+    return {device_.data() + bytes(begin), period_.dtype, shape};
+  }
   // Elements from `begin` on, on the host.
   [[nodiscard]] Array on_host(std::int64_t begin, const Shape& shape) const {
     Array result(period_.dtype, shape);
@@ -162,7 +165,7 @@ class Contestant {
     const Problem& p = problem_;
     Attention a = options();
     a.q = pool_.q.on_device({p.batch, p.seqlen, p.heads_q, p.dim});
-    a.k = pool_.k.on_device({p.batch, p.seqlen, p.heads_kv, p.dim});
+    a.k = pool_.k.on_device({p.batch, p.seqlen, p.heads_kv, p.dim}, p.unaligned_k ? 1 : 0);
     a.v = pool_.v.on_device({p.batch, p.seqlen, p.heads_kv, p.dim});
     a.out = a.q;
     a.out.data = pool_.out.data();
@@ -180,7 +183,7 @@ class Contestant {
     const std::int64_t keys = p.seqlen * p.heads_kv * p.dim;
     Tensors host;
     host["q"] = pool_.q.on_host(last, {1, 1, p.heads_q, p.dim});
-    host["k"] = pool_.k.on_host((p.batch - 1) * keys, {1, p.seqlen, p.heads_kv, p.dim});
+    host["k"] = pool_.k.on_host((p.batch - 1) * keys + (p.unaligned_k ? 1 : 0), {1, p.seqlen, p.heads_kv, p.dim});
     host["v"] = pool_.v.on_host((p.batch - 1) * keys, {1, p.seqlen, p.heads_kv, p.dim});
     host["out"] = Array(p.dtype, {1, 1, p.heads_q, p.dim});
     if (p.alibi) host["alibi_slopes"] = slopes(p);
@@ -372,6 +375,7 @@ std::vector<Problem> with_options(std::int64_t seqlen, std::int64_t dim, bool ca
   };
   add("softcap", [](Problem& p) { p.softcap = 30.0; });
   add("alibi", [](Problem& p) { p.alibi = true; });
+  add("copied_k", [](Problem& p) { p.unaligned_k = true; });
   add("gqa", [](Problem& p) { p.heads_kv /= 4; });
   add("fp16", [](Problem& p) { p.dtype = DType::float16; });
   add("float32", [](Problem& p) { p.dtype = DType::float32; });

@@ -39,6 +39,7 @@ class GpuMemory {
   ~GpuMemory();
   GpuMemory(GpuMemory&& other) noexcept;
   GpuMemory& operator=(GpuMemory&&) = delete;
+  // The driver's addresses are numbers. NOLINTNEXTLINE(performance-no-int-to-ptr)
   [[nodiscard]] std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
   // Fills bytes from `offset` on. Waits for the device first.
   void read(std::vector<std::byte>& bytes, std::size_t offset = 0) const;

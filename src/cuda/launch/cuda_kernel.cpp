@@ -55,6 +55,7 @@ Workspace CudaKernel::allocate_workspace(void* stream) const {
       return;  // the device is gone, and its memory with it
     }
   };
+  // The driver's addresses are numbers. NOLINTNEXTLINE(performance-no-int-to-ptr)
   return {reinterpret_cast<std::byte*>(address), free};
 }
 
