@@ -136,19 +136,23 @@ std::string judge(const Product& p, Rng& rng) {
   const Matrix right(p.trans_b ? k : n, p.trans_b ? n : k, p.dtype(), rng);
   int chunks = (k + 127) / 128;
   const auto results = static_cast<std::size_t>(tile_rows * n), turns = static_cast<std::size_t>(2 * chunks);
-  const GpuMemory out(4 * results), order(4 * turns);
+  const GpuMemory out(4 * results), rounded(2 * results), order(4 * turns);
   check(driver().cuMemsetD8Async(out.address(), 0xFF, 4 * results, stream.get()), "cuMemsetD8Async");
+  check(driver().cuMemsetD8Async(rounded.address(), 0xFF, 2 * results, stream.get()), "cuMemsetD8Async");
   check(driver().cuMemsetD8Async(order.address(), 0xFF, 4 * turns, stream.get()), "cuMemsetD8Async");
   check(driver().cuCtxSynchronize(), "cuCtxSynchronize");
   cuda::CUtensorMap left_map = left.map(64), right_map = right.map(p.trans_b ? 128 : p.n);
+  cuda::CUtensorMap rounded_map = cuda::make_tensor_map({1, rows, 1, n, {rows * n, n, n}}, p.dtype(),
+                                                        reinterpret_cast<void*>(rounded.address()), 16);
   CUdeviceptr out_address = out.address(), order_address = order.address();
-  void* arguments[] = {&left_map, &right_map, &out_address, &order_address, &chunks};
+  void* arguments[] = {&left_map, &right_map, &rounded_map, &out_address, &order_address, &chunks};
   launch(p.source(), stream, 1, 384, arguments);
   const std::vector<int> taken = read<int>(order, turns);
   for (std::size_t turn = 0; turn < turns; ++turn)
     if (taken[turn] != static_cast<int>(turn % 2))
       return "turn " + std::to_string(turn) + " was warpgroup " + std::to_string(taken[turn]) + "'s";
-  const std::vector<float> got = read<float>(out, results);
+  const auto got = read<float>(out, results);
+  const auto got_rounded = read<std::uint16_t>(rounded, results);
   for (std::int64_t row = 0; row < tile_rows; ++row)
     for (std::int64_t column = 0; column < n; ++column) {
       double exact = 0.0;
@@ -158,6 +162,11 @@ std::string judge(const Product& p, Rng& rng) {
       if (value != exact)
         return "element (" + std::to_string(row) + ", " + std::to_string(column) + ") is " + std::to_string(value) +
                ", not " + std::to_string(exact);
+      std::uint16_t bits = 0xFFFF;  // behind the last row nothing is written
+      if (row < rows) store_element(&bits, p.dtype(), 0, exact);
+      if (got_rounded[static_cast<std::size_t>(row * n + column)] != bits)
+        return "element (" + std::to_string(row) + ", " + std::to_string(column) + "), " + std::to_string(exact) +
+               ", is stored as other bits";
     }
   return "";
 }
@@ -197,21 +206,23 @@ TEST_F(ArithmeticOnGpu, IsRoundedAsTheKernelsRelyOn) {
     y.push_back(static_cast<float>(std::abs(scale * rng.normal())) + 1e-30f);
   }
   const std::size_t count = x.size(), bytes = 4 * count;
-  const GpuMemory from_x(bytes), from_y(bytes), to_exp2(bytes), to_log2(bytes), to_packed(bytes), to_products(bytes);
+  const GpuMemory from_x(bytes), from_y(bytes), to_exp2(bytes), to_log2(bytes), to_reciprocal(bytes);
+  const GpuMemory to_packed(bytes), to_products(bytes);
   check(driver().cuMemcpyHtoD(from_x.address(), x.data(), bytes), "cuMemcpyHtoD");
   check(driver().cuMemcpyHtoD(from_y.address(), y.data(), bytes), "cuMemcpyHtoD");
   check(driver().cuCtxSynchronize(), "cuCtxSynchronize");
   for (const bool float16 : {false, true}) {
     SCOPED_TRACE(float16 ? "float16" : "bfloat16");
     const hr_dtype dtype = float16 ? HR_FLOAT16 : HR_BFLOAT16;
-    CUdeviceptr addresses[] = {from_x.address(),  from_y.address(),    to_exp2.address(),
-                               to_log2.address(), to_packed.address(), to_products.address()};
+    CUdeviceptr addresses[] = {from_x.address(),        from_y.address(),    to_exp2.address(),    to_log2.address(),
+                               to_reciprocal.address(), to_packed.address(), to_products.address()};
     int elements = static_cast<int>(count);
     void* arguments[] = {&addresses[0], &addresses[1], &addresses[2], &addresses[3],
-                         &addresses[4], &addresses[5], &elements};
+                         &addresses[4], &addresses[5], &addresses[6], &elements};
     launch({"arithmetic", "test/arithmetic.cuh", {{"FLOAT16", float16}}}, stream,
            static_cast<unsigned>((count + 127) / 128), 128, arguments);
     const auto exp2 = read<float>(to_exp2, count), log2 = read<float>(to_log2, count);
+    const auto reciprocal = read<float>(to_reciprocal, count);
     const auto packed = read<unsigned>(to_packed, count), squares = read<unsigned>(to_products, count);
     const auto encoded = [&](double value) {
       std::uint16_t bits = 0;
@@ -232,6 +243,12 @@ TEST_F(ArithmeticOnGpu, IsRoundedAsTheKernelsRelyOn) {
         ASSERT_EQ(log2[i], static_cast<float>(logarithm));
       else
         ASSERT_NEAR(log2[i], logarithm, 0x1p-21 * std::max(1.0, std::abs(logarithm)));
+      if (x[i] == 0.0f)
+        ASSERT_TRUE(std::isinf(reciprocal[i]));
+      else if (std::isinf(x[i]))
+        ASSERT_EQ(reciprocal[i], 0.0f);
+      else
+        ASSERT_NEAR(reciprocal[i] * static_cast<double>(x[i]), 1.0, 0x1p-22);
       const std::uint16_t low = half_of(packed[i], 0), high = half_of(packed[i], 1);
       ASSERT_EQ(low, encoded(static_cast<double>(x[i])));
       ASSERT_EQ(high, encoded(static_cast<double>(y[i])));

@@ -1,6 +1,6 @@
 // D (128 x WIDTH, float32) = A (128 x K) B (K x WIDTH) by each wgmma instruction and with the machinery around it: TMA
-// into a ring of shared memory, mbarriers over many phases, registers handed over, warpgroups that take turns. One
-// warpgroup loads; two have 64 rows each.
+// into a ring of shared memory, mbarriers over many phases, registers handed over, warpgroups that take turns; and the
+// way out, by stmatrix and TMA, rounded to the type of A. One warpgroup loads; two have 64 rows each.
 //
 // Constants of the compilation:
 // - FLOAT16: 1 float16, 0 bfloat16
@@ -33,6 +33,7 @@ using Element = unsigned short;
 struct alignas(1024) Shared {
   Element left[kStages][kWarpgroups][kLeftPanels][kRows * kPanel];
   Element right[kStages][kRightPanels][kRightRows * kPanel];
+  Element out[4 * kWarpgroups][16 * kPanel];  // of a warp
   unsigned long long full[kStages], empty[kStages];
   int turns;
 };
@@ -129,11 +130,36 @@ struct Consumer {
       }
     }
   }
+
+  // A panel at a time.
+  __device__ void write_rounded(const ptx::TensorMap& rounded) const {
+    const unsigned staging = ptx::shared_address(shared.out[4 * warpgroup + warp]);
+    const int row = lane & 15;
+#pragma unroll
+    for (int panel = 0; panel < (WIDTH + kPanel - 1) / kPanel; ++panel) {
+      if (lane == 0) ptx::tma_store_wait_read();
+      __syncwarp();
+#pragma unroll
+      for (int g = 8 * panel; g < 8 * panel + 8 && g < WIDTH / 8; g += 2) {  // of 8 columns
+        const int chunk = g % 8 + (lane >> 4);                               // of 16 bytes; swizzled with the row
+        ptx::store_matrices(staging + row * 128 + ((chunk ^ (row & 7)) << 4), ptx::pack(d[4 * g], d[4 * g + 1]),
+                            ptx::pack(d[4 * g + 2], d[4 * g + 3]), ptx::pack(d[4 * g + 4], d[4 * g + 5]),
+                            ptx::pack(d[4 * g + 6], d[4 * g + 7]));
+      }
+      ptx::tma_store_fence();
+      __syncwarp();
+      if (lane == 0) {
+        ptx::tma_store(rounded, staging, panel * kPanel, warpgroup * kRows + warp * 16, 0, 0);
+        ptx::tma_store_commit();
+      }
+    }
+    if (lane == 0) ptx::tma_store_wait();
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    gemm(const __grid_constant__ ptx::TensorMap left, const __grid_constant__ ptx::TensorMap right, float* out,
-         int* order, int chunks) {
+    gemm(const __grid_constant__ ptx::TensorMap left, const __grid_constant__ ptx::TensorMap right,
+         const __grid_constant__ ptx::TensorMap rounded, float* out, int* order, int chunks) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = static_cast<int>(threadIdx.x);
@@ -156,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         .shared = shared, .order = order, .warpgroup = warpgroup - 1, .warp = (thread / 32) & 3, .lane = thread & 31};
     consumer.run(chunks);
     consumer.write(out);
+    consumer.write_rounded(rounded);
   }
 }
 
