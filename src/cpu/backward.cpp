@@ -73,6 +73,7 @@ struct GradientTile {
   GroupColumns groups[kMaxGroups];
   Index group_count = 0;
   Rows next_q, next_dout;  // of the tile after this one, to be prefetched; none where count is 0
+  Prefetcher prefetcher;
 };
 
 // The part of a score's gradient that a caller needs.
@@ -148,13 +149,11 @@ void gradient_tile(const ScoreRules<C>& rules, GradientTile<C>& tile, Gradient g
     tile.groups[g] = group_columns<C>(rules.vis, tile.kind, tile.rows, g, tile.keys.begin, count);
   }
   score_product(tile.groups, tile.group_count, count, p.head_dim, memory.q, memory.kt, memory.p,
-                may_overflow(tile.q_magnitude, tile.k_magnitude, p.head_dim));
+                may_overflow(tile.q_magnitude, tile.k_magnitude, p.head_dim), tile.prefetcher);
   score_product(tile.groups, tile.group_count, count, p.value_dim, memory.dout, memory.vt, memory.ds,
-                may_overflow(tile.dout_magnitude, tile.v_magnitude, p.value_dim));
+                may_overflow(tile.dout_magnitude, tile.v_magnitude, p.value_dim), tile.prefetcher);
   for (Index r = 0; r < tile.rows.rows; ++r) {
     const GroupColumns& group = tile.groups[r / kBlockRows];
-    prefetch(tile.next_q, r, r + 1);
-    prefetch(tile.next_dout, r, r + 1);
     gradient_row(rules, tile, gradient, tile.rows.row + r, group.begin, group.end, lse[r], delta[r],
                  memory.p + r * tile_stride, memory.ds + r * tile_stride, memory.row);
   }
@@ -192,9 +191,9 @@ void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& t
 
 // dq[row] += sum over keys of ds[row][key] * k[key].
 template <typename C>
-void add_query_gradient(const ScoreRules<C>& rules, const GradientTile<C>& tile, const C* ds, const RightRows<C>& k,
-                        C* dq, Index dq_stride, Index vecs) {
-  add_tile_product(tile.groups, tile.group_count, ds, k, dq, dq_stride, vecs);
+void add_query_gradient(const ScoreRules<C>& rules, GradientTile<C>& tile, const C* ds, const RightRows<C>& k, C* dq,
+                        Index dq_stride, Index vecs) {
+  add_tile_product(tile.groups, tile.group_count, ds, k, dq, dq_stride, vecs, tile.prefetcher);
   for (Index bad = 0; bad < k.bad_count; ++bad) {
     const Index c = k.bad[bad];
     for (Index r = 0; r < tile.rows.rows; ++r) {
@@ -211,10 +210,10 @@ void pack_keys(const Problem& p, const Buffers& buffers, Index b, Index head_kv,
                const BackwardMemory<C>& memory) {
   const Index first = p.sequences[static_cast<std::size_t>(b)].k_begin + tile.keys.begin, count = tile.keys.size();
   const Index width = panel_width<C>();
-  pack_transposed(rows_of(p, buffers.k, p.k, b, head_kv, first, count, p.head_dim), C{1}, width, memory.kt);
-  pack_transposed(rows_of(p, buffers.v, p.v, b, head_kv, first, count, p.value_dim), C{1}, width, memory.vt);
-  tile.k_magnitude = max_magnitude(memory.kt, round_up(count, width) * p.head_dim);
-  tile.v_magnitude = max_magnitude(memory.vt, round_up(count, width) * p.value_dim);
+  tile.k_magnitude =
+      pack_transposed(rows_of(p, buffers.k, p.k, b, head_kv, first, count, p.head_dim), C{1}, width, memory.kt);
+  tile.v_magnitude =
+      pack_transposed(rows_of(p, buffers.v, p.v, b, head_kv, first, count, p.value_dim), C{1}, width, memory.vt);
 }
 
 // Packs q and dout of the tile's rows for the products with k and v.
@@ -223,11 +222,10 @@ void pack_queries(const Problem& p, const Buffers& buffers, Index b, GradientTil
                   const BackwardMemory<C>& memory) {
   const Index h = tile.rows.head, count = tile.rows.rows;
   const Index first = p.sequences[static_cast<std::size_t>(b)].q_begin + tile.rows.row;
-  pack_transposed(rows_of(p, buffers.q, p.q, b, h, first, count, p.head_dim), Scaling<C>(p.scale).before, kBlockRows,
-                  memory.q);
-  pack_transposed(rows_of(p, buffers.dout, p.dout, b, h, first, count, p.value_dim), C{1}, kBlockRows, memory.dout);
-  tile.q_magnitude = max_magnitude(memory.q, round_up(count, kBlockRows) * p.head_dim);
-  tile.dout_magnitude = max_magnitude(memory.dout, round_up(count, kBlockRows) * p.value_dim);
+  tile.q_magnitude = pack_transposed(rows_of(p, buffers.q, p.q, b, h, first, count, p.head_dim),
+                                     Scaling<C>(p.scale).before, kBlockRows, memory.q);
+  tile.dout_magnitude =
+      pack_transposed(rows_of(p, buffers.dout, p.dout, b, h, first, count, p.value_dim), C{1}, kBlockRows, memory.dout);
 }
 
 template <typename C>
@@ -275,6 +273,10 @@ void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t
         const Index next = seq.q_begin + rows.end, next_count = std::min(tile_q, seq.q_len - rows.end);
         tile.next_q = rows_of(p, buffers.q, p.q, b, h, next, next_count, p.head_dim);
         tile.next_dout = rows_of(p, buffers.dout, p.dout, b, h, next, next_count, p.value_dim);
+        tile.prefetcher = {};
+        tile.prefetcher.add(tile.next_q, 0, next_count);
+        tile.prefetcher.add(tile.next_dout, 0, next_count);
+        tile.prefetcher.start(2 * ceil_div(tile.rows.size(), kBlockRows) * ceil_div(key_count, panel_width<C>()));
         const Index statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin;
         gradient_tile(rules, tile, Gradient::score, memory.lse + statistics, memory.delta + statistics, memory);
 

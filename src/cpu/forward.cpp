@@ -8,6 +8,7 @@
 // After foreach_target:
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "cpu/kernels.hpp"
 #include "cpu/simd/attributes-inl.h"
@@ -26,23 +27,23 @@ namespace headrace::cpu::HWY_NAMESPACE {
 // The scratch memory of one task. Row r of query tile t is row t * rows_per_tile + r of the state.
 template <typename C>
 struct ForwardScratch {
-  C *q, *kt, *v, *scores, *out, *max, *sum, *row;
+  C *q, *kt[2], *v[2], *scores, *out, *max, *sum, *value_scale, *row;
   ForwardScratch(const ForwardPlan& plan, std::byte* base)
       : q(reinterpret_cast<C*>(base + plan.q)),
-        kt(reinterpret_cast<C*>(base + plan.kt)),
-        v(reinterpret_cast<C*>(base + plan.v)),
+        kt{reinterpret_cast<C*>(base + plan.kt[0]), reinterpret_cast<C*>(base + plan.kt[1])},
+        v{reinterpret_cast<C*>(base + plan.v[0]), reinterpret_cast<C*>(base + plan.v[1])},
         scores(reinterpret_cast<C*>(base + plan.scores)),
         out(reinterpret_cast<C*>(base + plan.out)),
         max(reinterpret_cast<C*>(base + plan.max)),
         sum(reinterpret_cast<C*>(base + plan.sum)),
+        value_scale(reinterpret_cast<C*>(base + plan.value_scale)),
         row(reinterpret_cast<C*>(base + plan.row)) {}
 };
 
 // The state that a task on one part of the keys leaves for merge_splits.
 template <typename C>
 struct PartialState {
-  C *out, *max, *sum;
-  C* value_scale;  // one for all rows
+  C *out, *max, *sum, *value_scale;
   PartialState(const ForwardPlan& plan, std::byte* shared, std::size_t task) {
     const Index rows = plan.tiles_per_task * round_up(tile_q, kBlockRows);
     out = reinterpret_cast<C*>(shared + task * plan.partial_bytes);
@@ -67,6 +68,39 @@ HWY_INLINE C row_max(const C* HWY_RESTRICT s, Index begin, Index end) {
   }
   for (; c < end; c += n) m0 = hn::Max(hn::LoadU(d, s + c), m0);
   return hn::GetLane(hn::MaxOfLanes(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3))));
+}
+
+// s[begin, end) = exp(s - max), and the sums of that, lane by lane, added to sums. There are two chains of sums, for
+// even and odd vectors of the tile: begin is even, so that columns that are left out before it change no bit.
+// The weight of the maximum is exactly 1, which a multiply-add instead of difference and product would not keep.
+template <typename C>
+HWY_INLINE void exponentiate(C* HWY_RESTRICT s, Index begin, Index end, C max, C* HWY_RESTRICT sums) {
+  const Wide<C> d;
+  const Index n = lanes<C>();
+  const auto m = hn::Set(d, max), log2e = hn::Set(d, kLog2E<C>);
+  auto even = hn::Zero(d), odd = even;
+  Index c = begin;
+  for (; c + 4 * n <= end; c += 4 * n) {
+    hn::Vec<Wide<C>> p[4];
+    HEADRACE_UNROLL
+    for (int i = 0; i < 4; ++i) p[i] = hn::Mul(hn::Sub(hn::LoadU(d, s + c + i * n), m), log2e);
+    exp2_nonpositive(d, p);
+    HEADRACE_UNROLL
+    for (int i = 0; i < 4; ++i) hn::StoreU(p[i], d, s + c + i * n);
+    even = hn::Add(hn::Add(even, p[0]), p[2]);
+    odd = hn::Add(hn::Add(odd, p[1]), p[3]);
+  }
+  for (; c < end; c += n) {
+    hn::Vec<Wide<C>> p[1] = {hn::Mul(hn::Sub(hn::LoadU(d, s + c), m), log2e)};
+    exp2_nonpositive(d, p);
+    hn::StoreU(p[0], d, s + c);
+    if ((c - begin) / n % 2 == 0) {
+      even = hn::Add(even, p[0]);
+    } else {
+      odd = hn::Add(odd, p[0]);
+    }
+  }
+  hn::StoreU(hn::Add(hn::LoadU(d, sums), hn::Add(even, odd)), d, sums);
 }
 
 // Scores to unnormalised probabilities, in place, with the row's state (maximum, vector of partial
@@ -95,23 +129,66 @@ HWY_NOINLINE void softmax_row(C* HWY_RESTRICT s, Index begin, Index end, C* HWY_
       for (Index c = 0; c < out_size; c += n) hn::StoreU(hn::Mul(alpha, hn::LoadU(d, out + c)), d, out + c);
     }
   }
-  const auto m = hn::Set(d, *max);
-  auto sum = hn::Zero(d);
-  for (Index c = begin; c < end; c += n) {
-    const auto p = exp_nonpositive(d, hn::Sub(hn::LoadU(d, s + c), m));
-    hn::StoreU(p, d, s + c);
-    sum = hn::Add(sum, p);
-  }
-  hn::StoreU(hn::Add(hn::LoadU(d, sums), sum), d, sums);
+  exponentiate(s, begin, end, *max, sums);
 }
 
-// A tile of keys and values: packed, and the next one's rows to prefetch meanwhile.
+// A query tile of a task: its part of the scratch memory, and the key tiles that it visits.
+template <typename C>
+struct TileState {
+  QueryTile tile;
+  // Those of this task's part of the keys. They begin at multiples of tile_k of the sequence, and a query tile's
+  // parts depend on it alone: the bits of a row do not depend on its neighbours.
+  Range visited;
+  Rows q_rows, out_rows;
+  C *q, *out, *max, *sum, *value_scale;
+  C q_magnitude = 0;
+  bool begun = false, ended = false;
+};
+
+// A tile of keys and values, and the query tiles of a task that see it. It is packed in pieces, while the query
+// tiles pass by the tile before it.
 template <typename C>
 struct KeyTile {
+  static constexpr Index piece_rows = 16;
+
+  Index index = 0;
   Range keys;
+  TileKind kinds[max_tiles_per_task];
+  Index visits = 0;  // by query tiles
+  Rows k;
+  C* kt = nullptr;
   C k_magnitude = 0;
   RightRows<C> v;
-  Rows next_k, next_v;
+  C value_scale = 1;  // of the packed v
+  Index packed = 0;   // pieces of k, then of v
+
+  [[nodiscard]] Index pieces_of_each() const { return ceil_div(keys.size(), piece_rows); }
+  [[nodiscard]] Index pieces() const { return 2 * pieces_of_each(); }
+
+  void pack_until(Index end) {
+    for (; packed < end; ++packed) {
+      const Range rows = rows_of(packed);
+      if (packed < pieces_of_each()) {
+        k_magnitude = std::max(k_magnitude, pack_transposed(k, rows.begin, rows.end, C{1}, panel_width<C>(), kt));
+      } else {
+        v.pack(rows.begin, rows.end);
+      }
+    }
+  }
+
+  // What pack_until(end) will read.
+  void prefetch_until(Index end, Prefetcher& prefetcher) const {
+    const Index each = pieces_of_each();
+    const auto row = [this](Index piece) { return std::min(keys.size(), piece * piece_rows); };
+    prefetcher.add(k, row(packed), row(std::min(end, each)));
+    prefetcher.add(v.source, row(std::max(packed, each) - each), row(end - each));
+  }
+
+ private:
+  [[nodiscard]] Range rows_of(Index piece) const {
+    const Index begin = piece % pieces_of_each() * piece_rows;
+    return {begin, std::min(keys.size(), begin + piece_rows)};
+  }
 };
 
 // Values are summed with weights up to 1 before they are divided by the sum of weights, so large ones could
@@ -121,11 +198,25 @@ inline constexpr C kLargeValue = std::is_same_v<C, float> ? C(0x1p80) : C(0x1p90
 template <typename C>
 inline constexpr C kLargeValueScale = std::is_same_v<C, float> ? C(0x1p-64) : C(0x1p-128);
 
-// One query tile against one key tile. next: the part of the next key tile's rows to prefetch.
+// A row's weights s and what it has of the output, brought to one scale of the values: that of the key tile, or the one
+// that the row had before. A row that sees nothing of the tile keeps its own: scaling down costs small values
+// their last bits.
 template <typename C>
-void forward_tile(const Problem& p, const Buffers& buffers, Index b, const QueryTile& tile, TileKind kind,
-                  C q_magnitude, KeyTile<C>& key_tile, Range next, const ForwardScratch<C>& scratch, const C* q, C* out,
-                  C* max, C* sum, Index ld_out) {
+HWY_NOINLINE void match_value_scale(C tile_scale, C* s, Index begin, Index end, C* row_scale, C* out, Index out_size) {
+  if (tile_scale == *row_scale || std::all_of(s + begin, s + end, [](C x) { return x == C{0}; })) return;
+  const auto multiply = [](C* first, C* last, C factor) {
+    std::transform(first, last, first, [factor](C x) { return x * factor; });
+  };
+  if (tile_scale > *row_scale) return multiply(s + begin, s + end, *row_scale);
+  multiply(out, out + out_size, tile_scale);
+  *row_scale = tile_scale;
+}
+
+// One query tile against one key tile.
+template <typename C>
+void forward_tile(const Problem& p, const Buffers& buffers, Index b, const TileState<C>& state, TileKind kind,
+                  KeyTile<C>& key_tile, const ForwardScratch<C>& scratch, Index ld_out, Prefetcher& prefetcher) {
+  const QueryTile& tile = state.tile;
   const Range keys = key_tile.keys;
   RightRows<C>& v = key_tile.v;
   const Index n = lanes<C>();
@@ -137,16 +228,12 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Query
     groups[g] = group_columns<C>(head_rules.vis, kind, tile, g, keys.begin, count);
   }
 
-  score_product(groups, group_count, count, p.head_dim, q, scratch.kt, scratch.scores,
-                may_overflow(q_magnitude, key_tile.k_magnitude, p.head_dim));
+  score_product(groups, group_count, count, p.head_dim, state.q, key_tile.kt, scratch.scores,
+                may_overflow(state.q_magnitude, key_tile.k_magnitude, p.head_dim), prefetcher);
 
   const bool plain = head_rules.plain(kind);
   const Dropout dropout{p.dropout_p, p.seed};
   for (Index g = 0; g < group_count; ++g) {
-    const Index first = next.begin + g * next.size() / group_count;
-    const Index last = next.begin + (g + 1) * next.size() / group_count;
-    prefetch(key_tile.next_k, first, last);
-    prefetch(key_tile.next_v, first, last);
     const Index begin = groups[g].begin, end = groups[g].end;
     if (begin >= end) continue;
     const Index rounded = begin + round_up(end - begin, n);
@@ -159,21 +246,24 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Query
         finish_scores(h == tile.head ? head_rules : ScoreRules<C>(p, buffers, b, h), kind, i, keys.begin, begin, end, s,
                       static_cast<C*>(nullptr), scratch.row);
       }
-      softmax_row(s, begin, rounded, max + r, sum + r * n, out + r * ld_out, ld_out);
+      softmax_row(s, begin, rounded, state.max + r, state.sum + r * n, state.out + r * ld_out, ld_out);
       if (dropout.active()) {
         dropout_factors<C>(dropout, b, h, i, keys.begin, begin, end, scratch.row);
         for (Index c = begin; c < end; ++c) s[c] *= scratch.row[c];
+      }
+      if (key_tile.value_scale != C{1} || state.value_scale[r] != C{1}) {
+        match_value_scale(key_tile.value_scale, s, begin, end, state.value_scale + r, state.out + r * ld_out, ld_out);
       }
     }
   }
 
   if (head_rules.hides(kind)) v.isolate_bad();
-  add_tile_product(groups, group_count, scratch.scores, v, out, ld_out, ld_out / n);
+  add_tile_product(groups, group_count, scratch.scores, v, state.out, ld_out, ld_out / n, prefetcher);
   for (Index bad = 0; bad < v.bad_count; ++bad) {
     const Index j = v.bad[bad];
     for (Index r = 0; r < tile.size(); ++r) {
       if (!ScoreRules<C>(p, buffers, b, tile.head_of(r)).visible(tile.row_of(r), keys.begin + j)) continue;
-      v.add_bad(j, scratch.scores[r * tile_stride + j], out + r * ld_out);
+      v.add_bad(j, scratch.scores[r * tile_stride + j], state.out + r * ld_out);
     }
   }
 }
@@ -181,138 +271,192 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Query
 // Rows of the output: out / sum, and lse, with the sink as one more key that has no value.
 template <typename C>
 void write_rows(const ForwardPlan& plan, const Buffers& buffers, Index b, const QueryTile& tile, const C* out,
-                const C* max, const C* sums, C value_scale) {
+                const C* max, const C* sums, const C* value_scales) {
   const Problem& p = *plan.problem;
   const Index batch = p.ragged ? 0 : b, q_begin = p.sequences[static_cast<std::size_t>(b)].q_begin;
-  const Rows rows_ahead{.data = buffers.out,
-                        .dtype = p.dtype,
-                        .offset = p.out.at(batch, q_begin + tile.row, tile.head),
-                        .stride = p.out.row,
-                        .count = tile.heads == 1 ? tile.rows : 0,
-                        .size = p.value_dim};
   for (Index r = 0; r < tile.size(); ++r) {
     const Index h = tile.head_of(r), row = q_begin + tile.row_of(r);
-    prefetch(rows_ahead, r + 8, r + 9);
     SoftmaxState<double> state{static_cast<double>(max[r]), static_cast<double>(sums[r])};
     double kept = 1.0;
     if (p.has_sinks) kept = state.update(static_cast<double>(buffers.sinks[h * p.sinks_stride])).kept;
     const auto result = state.finalize();
     with_elements<C>(buffers.out, p.dtype, [&](auto* dst) HEADRACE_ATTR {
-      narrow_row(out + r * plan.ld_out, static_cast<C>(kept * result.scale / static_cast<double>(value_scale)),
+      narrow_row(out + r * plan.ld_out, static_cast<C>(kept * result.scale / static_cast<double>(value_scales[r])),
                  p.value_dim, dst + p.out.at(batch, row, h));
     });
     if (p.has_lse) store_element(buffers.lse, p.lse_dtype, p.lse.at(batch, h, row), result.lse);
   }
 }
 
+// The query tiles of a task against its part of the keys. A query tile is packed when its first key tile comes and
+// written after its last one, while its neighbours' rows are on their way through the caches.
+template <typename C>
+class ForwardTaskRun {
+ public:
+  ForwardTaskRun(const ForwardPlan& plan, const Buffers& buffers, std::size_t index, Workspace workspace)
+      : plan_(plan),
+        p_(*plan.problem),
+        buffers_(buffers),
+        task_(plan.tasks[index]),
+        seq_(p_.sequences[static_cast<std::size_t>(task_.sequence)]),
+        scratch_(plan, workspace.scratch),
+        partial_(plan, workspace.shared, index) {
+    const Index b = task_.sequence, n = lanes<C>(), batch = p_.ragged ? 0 : b;
+    for (Index t = 0; t < task_.count; ++t) {
+      TileState<C>& state = tiles_[t];
+      const Index row = t * round_up(tile_q, kBlockRows);
+      const QueryTile tile = plan.query_tile(seq_.q_len, task_.head_kv, task_.first + t);
+      state.tile = tile;
+      state.q_rows = {.data = buffers.q,
+                      .dtype = p_.dtype,
+                      .offset = p_.q.at(batch, seq_.q_begin + tile.row, tile.head),
+                      .stride = p_.q.row,
+                      .count = tile.size(),
+                      .size = p_.head_dim,
+                      .inner = tile.heads == 1 ? 0 : tile.rows,
+                      .outer_stride = p_.q.head};
+      state.out_rows = {.data = buffers.out,
+                        .dtype = p_.dtype,
+                        .offset = p_.out.at(batch, seq_.q_begin + tile.row, tile.head),
+                        .stride = p_.out.row,
+                        .count = tile.size(),
+                        .size = p_.value_dim,
+                        .inner = tile.heads == 1 ? 0 : tile.rows,
+                        .outer_stride = p_.out.head};
+      state.q = scratch_.q + row * p_.head_dim;
+      state.out = scratch_.out + row * plan.ld_out;
+      state.max = scratch_.max + row;
+      state.value_scale = scratch_.value_scale + row;
+      state.sum = scratch_.sum + row * n;
+      const Range keys = visibility(p_, buffers, b, tile.head).keys_of_rows({tile.row, tile.row + tile.rows});
+      if (keys.empty()) continue;
+      const Index begin = keys.begin / tile_k, count = ceil_div(keys.end, tile_k) - begin;
+      state.visited = {begin + count * task_.split / plan.splits, begin + count * (task_.split + 1) / plan.splits};
+      if (!state.visited.empty()) {
+        all_ = {std::min(all_.begin, state.visited.begin), std::max(all_.end, state.visited.end)};
+      }
+    }
+  }
+
+  void run() {
+    KeyTile<C> key_tiles[2];
+    Index current = 0;
+    find(all_.begin, 0, key_tiles[0]);
+    key_tiles[0].pack_until(key_tiles[0].pieces());
+    for (; key_tiles[current].index < all_.end; current = 1 - current) {
+      find(key_tiles[current].index + 1, 1 - current, key_tiles[1 - current]);
+      visit(key_tiles[current], key_tiles[1 - current]);
+    }
+    for (Index t = 0; t < task_.count; ++t) {
+      if (!tiles_[t].begun) begin(t);
+      if (!tiles_[t].ended) end(t);
+    }
+  }
+
+ private:
+  [[nodiscard]] Rows key_rows(const void* data, const RowStrides& strides, Range keys, Index size) const {
+    return {.data = data,
+            .dtype = p_.dtype,
+            .offset = strides.at(p_.ragged ? 0 : task_.sequence, seq_.k_begin + keys.begin, task_.head_kv),
+            .stride = strides.row,
+            .count = keys.size(),
+            .size = size};
+  }
+
+  // The first key tile from `index` on that a query tile sees, to be packed into the scratch memory's tile `slot`.
+  void find(Index index, Index slot, KeyTile<C>& key_tile) const {
+    key_tile = {};
+    for (; index < all_.end && key_tile.visits == 0; ++index) {
+      key_tile.keys = {index * tile_k, std::min<Index>(seq_.k_len, (index + 1) * tile_k)};
+      for (Index t = 0; t < task_.count; ++t) {
+        const TileState<C>& state = tiles_[t];
+        TileKind& kind = key_tile.kinds[t];
+        kind = TileKind::hidden;
+        if (index < state.visited.begin || index >= state.visited.end) continue;
+        kind = classify(p_, buffers_, task_.sequence, state.tile, key_tile.keys);
+        if (kind != TileKind::hidden) ++key_tile.visits;
+      }
+    }
+    if (key_tile.visits == 0) {
+      key_tile.index = all_.end;
+      key_tile.keys = {};
+      return;
+    }
+    key_tile.index = index - 1;
+    key_tile.k = key_rows(buffers_.k, p_.k, key_tile.keys, p_.head_dim);
+    key_tile.kt = scratch_.kt[slot];
+    key_tile.v = RightRows<C>(key_rows(buffers_.v, p_.v, key_tile.keys, p_.value_dim), scratch_.v[slot], 0);
+  }
+
+  // All query tiles that see the current key tile, while the next one is packed.
+  void visit(KeyTile<C>& current, KeyTile<C>& next) {
+    if (current.v.magnitude >= kLargeValue<C>) {
+      current.value_scale = kLargeValueScale<C>;
+      current.v.scale(current.value_scale);
+    }
+    Index visits = 0;
+    for (Index t = 0; t < task_.count; ++t) {
+      if (current.kinds[t] == TileKind::hidden) continue;
+      TileState<C>& state = tiles_[t];
+      if (!state.begun) begin(t);
+      const bool last = current.index + 1 == state.visited.end;
+      const Index pieces = next.pieces() * ++visits / current.visits;  // of the next key tile, packed from now on
+      Prefetcher prefetcher;
+      next.prefetch_until(pieces, prefetcher);
+      if (t + 1 < task_.count && !tiles_[t + 1].begun)
+        prefetcher.add(tiles_[t + 1].q_rows, 0, tiles_[t + 1].q_rows.count);
+      if (last && plan_.splits == 1) prefetcher.add(state.out_rows, 0, state.out_rows.count);
+      prefetcher.start(steps_);
+      forward_tile(p_, buffers_, task_.sequence, state, current.kinds[t], current, scratch_, plan_.ld_out, prefetcher);
+      if (last) end(t);
+      next.pack_until(pieces);
+    }
+  }
+
+  void begin(Index t) {
+    TileState<C>& state = tiles_[t];
+    const Index size = state.tile.size();
+    state.begun = true;
+    state.q_magnitude = pack_transposed<C>(state.q_rows, Scaling<C>(p_.scale).before, kBlockRows, state.q);
+    std::fill_n(state.out, size * plan_.ld_out, C{0});
+    std::fill_n(state.max, size, kMinusInf<C>);
+    std::fill_n(state.value_scale, size, C{1});
+    std::fill_n(state.sum, size * lanes<C>(), C{0});
+  }
+
+  // The sum of each row; then its output, or the state for merge_splits.
+  void end(Index t) {
+    TileState<C>& state = tiles_[t];
+    state.ended = true;
+    const Index size = state.tile.size(), n = lanes<C>(), row = t * round_up(tile_q, kBlockRows);
+    C* const sum = plan_.splits == 1 ? state.sum : partial_.sum + row;
+    for (Index r = 0; r < size; ++r) {
+      sum[r] = hn::GetLane(hn::SumOfLanes(Wide<C>(), hn::LoadU(Wide<C>(), state.sum + r * n)));
+    }
+    if (plan_.splits == 1) {
+      return write_rows(plan_, buffers_, task_.sequence, state.tile, state.out, state.max, sum, state.value_scale);
+    }
+    std::copy_n(state.value_scale, size, partial_.value_scale + row);
+    std::copy_n(state.out, size * plan_.ld_out, partial_.out + row * plan_.ld_out);
+    std::copy_n(state.max, size, partial_.max + row);
+  }
+
+  const ForwardPlan& plan_;
+  const Problem& p_;
+  const Buffers& buffers_;
+  const ForwardTask& task_;
+  const Sequence& seq_;
+  const ForwardScratch<C> scratch_;
+  const PartialState<C> partial_;
+  TileState<C> tiles_[max_tiles_per_task];
+  Range all_{std::numeric_limits<Index>::max(), 0};  // key tiles that any query tile visits
+  // Steps of a prefetcher in forward_tile: most are in score_product.
+  const Index steps_ = kMaxGroups * ceil_div(tile_k, panel_width<C>());
+};
+
 template <typename C>
 void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t index, Workspace workspace) {
-  const Problem& p = *plan.problem;
-  const ForwardTask& task = plan.tasks[index];
-  const Index b = task.sequence, n = lanes<C>();
-  const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
-  const Index batch = p.ragged ? 0 : b;
-  const ForwardScratch<C> scratch(plan, workspace.scratch);
-  const Index rows_per_tile = round_up(tile_q, kBlockRows);
-
-  QueryTile tiles[max_tiles_per_task];
-  C q_magnitude[max_tiles_per_task];
-  // The key tiles of this task's part of the keys that each query tile sees. They begin at multiples of
-  // tile_k of the sequence, and a query tile's parts depend on it alone: the bits of a row do not depend
-  // on its neighbours.
-  Range visited[max_tiles_per_task];
-  Range all{ceil_div(seq.k_len, tile_k), 0};
-  for (Index t = 0; t < task.count; ++t) {
-    tiles[t] = plan.query_tile(seq.q_len, task.head_kv, task.first + t);
-    const QueryTile& tile = tiles[t];
-    C* q = scratch.q + t * rows_per_tile * p.head_dim;
-    pack_transposed<C>({.data = buffers.q,
-                        .dtype = p.dtype,
-                        .offset = p.q.at(batch, seq.q_begin + tile.row, tile.head),
-                        .stride = p.q.row,
-                        .count = tile.size(),
-                        .size = p.head_dim,
-                        .inner = tile.heads == 1 ? 0 : tile.rows,
-                        .outer_stride = p.q.head},
-                       Scaling<C>(p.scale).before, kBlockRows, q);
-    q_magnitude[t] = max_magnitude(q, round_up(tile.size(), kBlockRows) * p.head_dim);
-    const Range keys = visibility(p, buffers, b, tile.head).keys_of_rows({tile.row, tile.row + tile.rows});
-    if (keys.empty()) continue;
-    const Index begin = keys.begin / tile_k, count = ceil_div(keys.end, tile_k) - begin;
-    visited[t] = {begin + count * task.split / plan.splits, begin + count * (task.split + 1) / plan.splits};
-    all = {std::min(all.begin, visited[t].begin), std::max(all.end, visited[t].end)};
-  }
-  for (Index t = 0; t < task.count; ++t) {
-    const Index row = t * rows_per_tile, size = tiles[t].size();
-    std::fill_n(scratch.out + row * plan.ld_out, size * plan.ld_out, C{0});
-    std::fill_n(scratch.max + row, size, kMinusInf<C>);
-    std::fill_n(scratch.sum + row * n, size * n, C{0});
-  }
-
-  C value_scale = 1;
-  const auto rows_of = [&](const void* data, const RowStrides& strides, Range keys, Index size) {
-    return Rows{.data = data,
-                .dtype = p.dtype,
-                .offset = strides.at(batch, seq.k_begin + keys.begin, task.head_kv),
-                .stride = strides.row,
-                .count = keys.size(),
-                .size = size};
-  };
-  for (Index index_k = all.begin; index_k < all.end; ++index_k) {
-    KeyTile<C> key_tile;
-    key_tile.keys = {index_k * tile_k, std::min<Index>(seq.k_len, (index_k + 1) * tile_k)};
-    bool packed = false;
-    for (Index t = 0; t < task.count; ++t) {
-      if (index_k < visited[t].begin || index_k >= visited[t].end) continue;
-      const TileKind kind = classify(p, buffers, b, tiles[t], key_tile.keys);
-      if (kind == TileKind::hidden) continue;
-      if (!packed) {
-        packed = true;
-        pack_transposed<C>(rows_of(buffers.k, p.k, key_tile.keys, p.head_dim), C{1}, panel_width<C>(), scratch.kt);
-        key_tile.k_magnitude = max_magnitude(scratch.kt, round_up(key_tile.keys.size(), panel_width<C>()) * p.head_dim);
-        key_tile.v = RightRows<C>(rows_of(buffers.v, p.v, key_tile.keys, p.value_dim), scratch.v);
-        if (value_scale == C{1} && key_tile.v.magnitude() >= kLargeValue<C>) {
-          value_scale = kLargeValueScale<C>;
-          std::transform(scratch.out, scratch.out + task.count * rows_per_tile * plan.ld_out, scratch.out,
-                         [](C x) { return x * kLargeValueScale<C>; });
-        }
-        if (value_scale != C{1}) key_tile.v.scale(value_scale);
-        const Range next{key_tile.keys.end, index_k + 1 < all.end
-                                                ? std::min<Index>(seq.k_len, key_tile.keys.end + tile_k)
-                                                : key_tile.keys.end};
-        if (!next.empty()) {
-          key_tile.next_k = rows_of(buffers.k, p.k, next, p.head_dim);
-          key_tile.next_v = rows_of(buffers.v, p.v, next, p.value_dim);
-        }
-      }
-      const Index row = t * rows_per_tile;
-      forward_tile(p, buffers, b, tiles[t], kind, q_magnitude[t], key_tile,
-                   {key_tile.next_k.count * t / task.count, key_tile.next_k.count * (t + 1) / task.count}, scratch,
-                   scratch.q + row * p.head_dim, scratch.out + row * plan.ld_out, scratch.max + row,
-                   scratch.sum + row * n, plan.ld_out);
-    }
-  }
-
-  for (Index t = 0; t < task.count; ++t) {
-    const Index row = t * rows_per_tile;
-    for (Index r = row; r < row + tiles[t].size(); ++r) {
-      scratch.sum[r] = hn::GetLane(hn::SumOfLanes(Wide<C>(), hn::LoadU(Wide<C>(), scratch.sum + r * n)));
-    }
-    if (plan.splits == 1) {
-      write_rows(plan, buffers, b, tiles[t], scratch.out + row * plan.ld_out, scratch.max + row, scratch.sum + row,
-                 value_scale);
-    }
-  }
-  if (plan.splits == 1) return;
-  // The state of this part of the keys: out, max and the sum of each row.
-  const PartialState<C> partial(plan, workspace.shared, index);
-  *partial.value_scale = value_scale;
-  for (Index t = 0; t < task.count; ++t) {
-    const Index row = t * rows_per_tile, size = tiles[t].size();
-    std::copy_n(scratch.out + row * plan.ld_out, size * plan.ld_out, partial.out + row * plan.ld_out);
-    std::copy_n(scratch.max + row, size, partial.max + row);
-    std::copy_n(scratch.sum + row, size, partial.sum + row);
-  }
+  ForwardTaskRun<C>(plan, buffers, index, workspace).run();
 }
 
 // Merges the states of all parts of the keys, in their order, and writes the rows.
@@ -323,36 +467,29 @@ void merge_splits(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
   const Sequence& seq = p.sequences[static_cast<std::size_t>(task.sequence)];
   const Index rows_per_tile = round_up(tile_q, kBlockRows);
   const PartialState<C> merged(plan, workspace.shared, index);
-  C value_scale = 1;
-  for (Index split = 0; split < plan.splits; ++split) {
-    const PartialState<C> part(plan, workspace.shared, index + static_cast<std::size_t>(split));
-    value_scale = std::min(value_scale, *part.value_scale);
-  }
   for (Index t = 0; t < task.count; ++t) {
     const QueryTile tile = plan.query_tile(seq.q_len, task.head_kv, task.first + t);
     const Index first = t * rows_per_tile;
-    if (*merged.value_scale != value_scale) {
-      std::transform(merged.out + first * plan.ld_out, merged.out + (first + tile.size()) * plan.ld_out,
-                     merged.out + first * plan.ld_out, [&](C x) { return x * value_scale; });
-    }
     for (Index split = 1; split < plan.splits; ++split) {
       const PartialState<C> part(plan, workspace.shared, index + static_cast<std::size_t>(split));
-      const C part_scale = value_scale / *part.value_scale;
       for (Index r = first; r < first + tile.size(); ++r) {
         SoftmaxState<C> state{merged.max[r], merged.sum[r]};
         const SoftmaxState<C> added{part.max[r], part.sum[r]};
         if (added.empty()) continue;
-        const auto weights = state.merge(added);
+        auto weights = state.merge(added);
+        const C scale = std::min(merged.value_scale[r], part.value_scale[r]);
+        weights.kept *= scale / merged.value_scale[r];
+        weights.added *= scale / part.value_scale[r];
+        merged.value_scale[r] = scale;
         C* out = merged.out + r * plan.ld_out;
         const C* part_out = part.out + r * plan.ld_out;
-        for (Index c = 0; c < plan.ld_out; ++c)
-          out[c] = weights.kept * out[c] + weights.added * (part_scale * part_out[c]);
+        for (Index c = 0; c < plan.ld_out; ++c) out[c] = weights.kept * out[c] + weights.added * part_out[c];
         merged.max[r] = state.m;
         merged.sum[r] = state.l;
       }
     }
     write_rows(plan, buffers, task.sequence, tile, merged.out + first * plan.ld_out, merged.max + first,
-               merged.sum + first, value_scale);
+               merged.sum + first, merged.value_scale + first);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "cpu/caches.hpp"
 #include "cpu/plans.hpp"
 #include "cpu/tile_config.hpp"
 
@@ -65,16 +66,26 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
     const Index longest = ceil_div(p.seqlen_k, tile_k);
     plan.splits = std::max<Index>(1, std::min(ceil_div(split_below_tiles, all_tiles), longest / min_split_tiles));
   }
-  plan.tiles_per_task =
-      std::clamp<Index>(all_tiles * plan.splits / (tasks_per_thread * threads), 1, max_tiles_per_task);
+  const bool wide = p.dtype == HR_FLOAT64;
+  const Index lanes = wide ? kernels.lanes_f64 : kernels.lanes_f32;
+  const std::size_t element = wide ? sizeof(double) : sizeof(float);
+  const auto bytes = [&](Index elements) { return static_cast<std::size_t>(elements) * element; };
+  plan.ld_out = round_up(p.value_dim, lanes);
+  const Index tile_rows = round_up(tile_q, kernels.rows);
+  const Index fitting =
+      1 * l2_cache_bytes() / static_cast<Index>(bytes(tile_rows * (p.head_dim + plan.ld_out + lanes)));
+  const Index wanted = std::min(all_tiles * plan.splits / (tasks_per_thread * threads), fitting);
+  plan.tiles_per_task = std::clamp<Index>(wanted, 1, max_tiles_per_task);
   for (Index b = 0; b < p.batch; ++b) {
     const Index tiles = plan.query_tiles(p.sequences[static_cast<std::size_t>(b)].q_len);
+    if (tiles == 0) continue;
+    const Index count = ceil_div(tiles, ceil_div(tiles, plan.tiles_per_task));  // tasks of about the same size
     for (Index head = 0; head < p.heads_kv; ++head) {
-      for (Index first = 0; first < tiles; first += plan.tiles_per_task) {
+      for (Index first = 0; first < tiles; first += count) {
         plan.tasks.push_back({.sequence = static_cast<std::int32_t>(b),
                               .head_kv = static_cast<std::int32_t>(head),
                               .first = first,
-                              .count = static_cast<std::int32_t>(std::min(plan.tiles_per_task, tiles - first)),
+                              .count = static_cast<std::int32_t>(std::min(count, tiles - first)),
                               .split = 0});
       }
     }
@@ -96,23 +107,19 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   }
   plan.tasks = std::move(sorted);
 
-  const bool wide = p.dtype == HR_FLOAT64;
-  const Index lanes = wide ? kernels.lanes_f64 : kernels.lanes_f32;
-  const std::size_t element = wide ? sizeof(double) : sizeof(float);
-  const auto bytes = [&](Index elements) { return static_cast<std::size_t>(elements) * element; };
-  plan.ld_out = round_up(p.value_dim, lanes);
-  const Index rows = plan.tiles_per_task * round_up(tile_q, kernels.rows);
+  const Index rows = plan.tiles_per_task * tile_rows;
   Arena arena;
   plan.q = arena.add(bytes(rows * p.head_dim));
-  plan.kt = arena.add(bytes((tile_k + 2 * lanes) * p.head_dim));
-  plan.v = arena.add(bytes(tile_k * round_up(p.value_dim, 2 * lanes)));
-  plan.scores = arena.add(bytes(round_up(tile_q, kernels.rows) * tile_stride));
+  for (std::size_t& kt : plan.kt) kt = arena.add(bytes((tile_k + 2 * lanes) * p.head_dim));
+  for (std::size_t& v : plan.v) v = arena.add(bytes(tile_k * round_up(p.value_dim, 2 * lanes)));
+  plan.scores = arena.add(bytes(tile_rows * tile_stride));
   plan.out = arena.add(bytes(rows * plan.ld_out));
   plan.max = arena.add(bytes(rows));
   plan.sum = arena.add(bytes(rows * lanes));
+  plan.value_scale = arena.add(bytes(rows));
   plan.row = arena.add(bytes(tile_stride));
   plan.scratch_bytes = arena.bytes;
-  if (plan.splits > 1) plan.partial_bytes = (bytes(rows * (plan.ld_out + 2) + 1) + 63) / 64 * 64;
+  if (plan.splits > 1) plan.partial_bytes = (bytes(rows * (plan.ld_out + 3)) + 63) / 64 * 64;
   return plan;
 }
 

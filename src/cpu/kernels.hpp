@@ -43,9 +43,10 @@ struct ForwardPlan {
   Index splits = 1;
   std::vector<ForwardTask> tasks;  // tasks of the splits of one group of query tiles stand together
   Index ld_out = 0;                // row length of the output accumulator
-  std::size_t q = 0, kt = 0, v = 0, scores = 0, out = 0, max = 0, sum = 0, row = 0;  // offsets in a thread's scratch
-  std::size_t scratch_bytes = 0;                                                     // a thread
-  std::size_t partial_bytes = 0;                                                     // a task, where splits > 1
+  // Offsets in a thread's scratch memory; of packed keys and values there are two tiles, a current and a next one.
+  std::size_t q = 0, kt[2] = {}, v[2] = {}, scores = 0, out = 0, max = 0, sum = 0, value_scale = 0, row = 0;
+  std::size_t scratch_bytes = 0;  // a thread
+  std::size_t partial_bytes = 0;  // a task, where splits > 1
 
   [[nodiscard]] Index key_reuse() const;  // query tiles of one head that share one packing of a key tile
   [[nodiscard]] Index heads_per_tile(Index q_len) const;

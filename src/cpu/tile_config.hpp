@@ -13,13 +13,14 @@ inline constexpr Index tile_k = 256;
 // fall into the same few sets of the L1 cache.
 inline constexpr Index tile_stride = tile_k + 16;
 
-// Query rows whose scores are alive at a time.
-inline constexpr Index tile_q = 64;
+// Query rows whose scores are alive at a time: a multiple of every target's register block. With 32 to 96 the
+// score tile stays within reach of the L1 cache, and causal edges waste little.
+inline constexpr Index tile_q = 48;
 
 // Query tiles that share one packing of a key tile in the forward pass, at most. Packing rows that lie far
-// apart costs cache and TLB misses, about as much as 50 rows of products, while the queries' state of
-// 4096 rows streams through the cache unnoticed. Fewer where a thread would get less than
-// tasks_per_thread. No bit of a row depends on this.
+// apart costs cache and TLB misses, about as much as 50 rows of products. Fewer where their state (packed q,
+// out) would not fit the L2 cache, or where a thread would get less than tasks_per_thread. No bit of a
+// row depends on this.
 inline constexpr Index max_tiles_per_task = 64;
 inline constexpr Index tasks_per_thread = 4;
 

@@ -2,6 +2,15 @@
 // them. No include guard: the macros are defined anew for each target.
 #include "hwy/highway.h"
 
+// Before a loop over a few registers.
+#ifndef HEADRACE_UNROLL
+#if defined(__clang__)
+#define HEADRACE_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define HEADRACE_UNROLL _Pragma("GCC unroll 16")
+#endif
+#endif
+
 #undef HEADRACE_BEFORE_NAMESPACE
 #undef HEADRACE_ATTR
 #if HWY_TARGET == HWY_AVX3_DL  // avx512_bf16, see target.hpp

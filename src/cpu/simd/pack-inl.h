@@ -139,99 +139,161 @@ struct Rows {
   }
 };
 
-// Brings rows [first, last) into the L2 cache. Rows of one head may lie far apart, where no hardware
-// prefetcher follows; the kernels ask for the next tile's rows while they work on this one.
-HWY_INLINE void prefetch(const Rows& rows, Index first, Index last) {
-  const Index element = with_element_type(rows.dtype, [](auto x) { return static_cast<Index>(sizeof(x)); });
-  for (Index r = first; r < std::min(last, rows.count); ++r) {
-    const char* row = static_cast<const char*>(rows.data) + rows.at(r) * element;
-    for (Index byte = 0; byte < rows.size * element; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+// Brings the caller's rows into the L2 cache, a few lines at a time, while the products run. Rows of one head may lie
+// pages apart, where no hardware prefetcher follows, and to ask for many lines at once takes as long as to
+// read them. Not too far ahead either: rows a page apart share few sets of the cache and drive each other out.
+class Prefetcher {
+ public:
+  void add(const Rows& rows, Index begin, Index end) {
+    if (begin >= end || count_ == kMost) return;
+    const Index element = with_element_type(rows.dtype, [](auto x) { return static_cast<Index>(sizeof(x)); });
+    queue_[count_++] = {.rows = &rows, .row = begin, .end = end, .element = element};
+    lines_ += (end - begin) * ceil_div(rows.size * element, line);
   }
-}
+
+  // Says in how many steps all lines are to be asked for.
+  void start(Index steps) { lines_of_step_ = ceil_div(lines_, std::max<Index>(steps, 1)); }
+
+  void step() {
+    for (Index n = 0; n < lines_of_step_ && next_ < count_; ++n) {
+      Entry& entry = queue_[next_];
+      const char* row = static_cast<const char*>(entry.rows->data) + entry.rows->at(entry.row) * entry.element;
+      __builtin_prefetch(row + entry.byte, 0, 2);
+      entry.byte += line;
+      if (entry.byte < entry.rows->size * entry.element) continue;
+      entry.byte = 0;
+      if (++entry.row == entry.end) ++next_;
+    }
+  }
+
+ private:
+  static constexpr Index line = 64, kMost = 4;
+  struct Entry {
+    const Rows* rows = nullptr;
+    Index row = 0, end = 0, element = 0, byte = 0;
+  };
+  Entry queue_[kMost];
+  Index count_ = 0, next_ = 0, lines_ = 0, lines_of_step_ = 0;
+};
+
+// The largest magnitude of the vectors that are shown to it; NaN may be passed over.
+template <typename C>
+struct Magnitude {
+  hn::Vec<Wide<C>> largest;
+  HWY_INLINE Magnitude() : largest(hn::Zero(Wide<C>())) {}
+  HWY_INLINE void see(hn::Vec<Wide<C>> x) { largest = hn::Max(hn::Abs(x), largest); }
+  [[nodiscard]] HWY_INLINE C value() const { return hn::GetLane(hn::MaxOfLanes(Wide<C>(), largest)); }
+};
 
 // Columns [p * width, (p + 1) * width) of row r to dst[(p * count + r) * width]: panels that stay in the L1
 // cache while the rows of the left operand pass by, whatever the strides of the source. The last panel
-// is zeroed up to a vector.
+// is zeroed up to a vector. Rows [begin, end) only. Returns their largest magnitude; NaN may be passed over.
 template <typename C>
-HWY_NOINLINE void pack_panels(const Rows& rows, Index width, C* dst) {
+HWY_NOINLINE C pack_panels(const Rows& rows, Index begin, Index end, Index width, C* dst) {
+  const Wide<C> d;
+  const Index n = lanes<C>();
+  Magnitude<C> magnitude;
   with_elements<C>(rows.data, rows.dtype, [&](auto* data) HEADRACE_ATTR {
-    for (Index r = 0; r < rows.count; ++r) {
+    for (Index r = begin; r < end; ++r) {
       for (Index c = 0; c < rows.size; c += width) {
-        widen_row(data + rows.at(r) + c, std::min(width, rows.size - c), dst + c * rows.count + r * width);
+        const Index size = std::min(width, rows.size - c);
+        C* const target = dst + c * rows.count + r * width;
+        widen_row(data + rows.at(r) + c, size, target);
+        for (Index e = 0; e < size; e += n) magnitude.see(hn::LoadU(d, target + e));
       }
     }
   });
+  return magnitude.value();
 }
 
-// Four rows of four values, transposed: value k of rows 0 ... 3 stands at dst[k * stride].
-template <typename T>
-HWY_INLINE void transpose_4x4(const T* row0, const T* row1, const T* row2, const T* row3, float factor, float* dst,
-                              Index stride) {
-  const hn::Full128<float> d;
-  const hn::Repartition<double, decltype(d)> pairs;
+// Elements [k, k + 4) of the rows 0, 4, 8, ... of `rows`, one block of 128 bits each, widened.
+template <class D, typename T>
+HWY_INLINE hn::Vec<D> load_blocks(D d, const T* const* rows, Index k) {
+  if constexpr (hn::MaxLanes(D()) == 4) {
+    return load_widened(d, rows[0] + k);
+  } else {
+    const hn::Half<D> half;
+    return hn::Combine(d, load_blocks(half, rows + hn::MaxLanes(half), k), load_blocks(half, rows, k));
+  }
+}
+
+// Lanes(d) rows of four values, times factor, transposed: value k of all rows stands at dst[k * stride].
+template <class D, typename T>
+HWY_INLINE void transpose_rows(D d, const T* const* rows, Index k, hn::Vec<D> factor, float* dst, Index stride,
+                               hn::Vec<D>* magnitudes) {
+  const hn::Repartition<double, D> pairs;
+  const auto row0 = load_blocks(d, rows, k), row1 = load_blocks(d, rows + 1, k);
+  const auto row2 = load_blocks(d, rows + 2, k), row3 = load_blocks(d, rows + 3, k);
+  const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(d, row0, row1));
+  const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(d, row0, row1));
+  const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(d, row2, row3));
+  const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(d, row2, row3));
+  const hn::Vec<D> values[4] = {hn::Mul(factor, hn::BitCast(d, hn::InterleaveLower(pairs, low01, low23))),
+                                hn::Mul(factor, hn::BitCast(d, hn::InterleaveUpper(pairs, low01, low23))),
+                                hn::Mul(factor, hn::BitCast(d, hn::InterleaveLower(pairs, high01, high23))),
+                                hn::Mul(factor, hn::BitCast(d, hn::InterleaveUpper(pairs, high01, high23)))};
+  HEADRACE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    *magnitudes = hn::Max(hn::Abs(values[i]), *magnitudes);
+    hn::StoreU(values[i], d, dst + (k + i) * stride);
+  }
+}
+
+// transpose_rows for all values of the rows but the last `size` % 4.
+template <class D, typename T>
+HWY_INLINE float transpose_all(D d, const T* const* rows, Index size, float factor, float* dst, Index stride) {
   const auto scale = hn::Set(d, factor);
-  const auto a = load_widened(d, row0), b = load_widened(d, row1);
-  const auto c = load_widened(d, row2), e = load_widened(d, row3);
-  const auto ab_low = hn::BitCast(pairs, hn::InterleaveLower(d, a, b));
-  const auto ab_high = hn::BitCast(pairs, hn::InterleaveUpper(d, a, b));
-  const auto ce_low = hn::BitCast(pairs, hn::InterleaveLower(d, c, e));
-  const auto ce_high = hn::BitCast(pairs, hn::InterleaveUpper(d, c, e));
-  hn::StoreU(hn::Mul(scale, hn::BitCast(d, hn::InterleaveLower(pairs, ab_low, ce_low))), d, dst);
-  hn::StoreU(hn::Mul(scale, hn::BitCast(d, hn::InterleaveUpper(pairs, ab_low, ce_low))), d, dst + stride);
-  hn::StoreU(hn::Mul(scale, hn::BitCast(d, hn::InterleaveLower(pairs, ab_high, ce_high))), d, dst + 2 * stride);
-  hn::StoreU(hn::Mul(scale, hn::BitCast(d, hn::InterleaveUpper(pairs, ab_high, ce_high))), d, dst + 3 * stride);
+  auto magnitudes = hn::Zero(d);
+  for (Index k = 0; k + 4 <= size; k += 4) transpose_rows(d, rows, k, scale, dst, stride, &magnitudes);
+  return hn::GetLane(hn::MaxOfLanes(d, magnitudes));
 }
 
 // Groups of `group` rows with their values side by side: value k of row r, times factor, stands at
 // dst[(r / group) * size * group + k * group + r % group]. The last group is filled up with zeros.
 // This is the left operand of gemm (group = kBlockRows), and with keys as rows its right one (group =
-// a panel's width).
+// a panel's width). Rows [begin, end) only. Returns their largest magnitude; NaN may be passed over.
 template <typename C>
-HWY_NOINLINE void pack_transposed(const Rows& rows, C factor, Index group, C* dst) {
+HWY_NOINLINE C pack_transposed(const Rows& rows, Index begin, Index end, C factor, Index group, C* dst) {
+  constexpr Index most = std::is_same_v<C, float> ? hn::MaxLanes(Wide<C>()) : 1;  // rows that are transposed at once
+  C magnitude = 0;
   with_elements<C>(rows.data, rows.dtype, [&](auto* data) HEADRACE_ATTR {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-    for (Index first = 0; first < rows.count; first += group, dst += rows.size * group) {
-      const Index in_group = std::min(group, rows.count - first);
-      Index r = 0;
-      if constexpr (std::is_same_v<C, float>) {
-        for (; r + 4 <= in_group; r += 4) {
-          const T* row[4];
-          for (Index i = 0; i < 4; ++i) row[i] = data + rows.at(first + r + i);
-          Index k = 0;
-          for (; k + 4 <= rows.size; k += 4) {
-            transpose_4x4(row[0] + k, row[1] + k, row[2] + k, row[3] + k, factor, dst + k * group + r, group);
-          }
-          for (; k < rows.size; ++k) {
-            for (Index i = 0; i < 4; ++i) {
-              dst[k * group + r + i] = factor * static_cast<C>(static_cast<double>(row[i][k]));
-            }
-          }
+    const auto pack_rest = [&](const T* row, Index first, C* target) HEADRACE_ATTR {
+      for (Index k = first; k < rows.size; ++k) {
+        const C value = factor * static_cast<C>(static_cast<double>(row[k]));
+        target[k * group] = value;
+        magnitude = std::max(magnitude, std::abs(value));
+      }
+    };
+    for (Index r = begin; r < end;) {
+      C* const target = dst + r / group * rows.size * group + r % group;
+      const Index in_group = std::min(end - r, group - r % group);
+      const Index together = in_group >= most ? most : in_group >= 4 && most > 4 ? 4 : 1;
+      const T* row[most];
+      for (Index i = 0; i < together; ++i) row[i] = data + rows.at(r + i);
+      Index packed = 0;
+      if constexpr (most > 1) {
+        if (together > 1) packed = rows.size / 4 * 4;
+        if (together == most) {
+          magnitude = std::max(magnitude, transpose_all(Wide<C>(), row, rows.size, factor, target, group));
+        } else if (together == 4) {
+          magnitude = std::max(magnitude, transpose_all(hn::Full128<C>(), row, rows.size, factor, target, group));
         }
       }
-      for (; r < in_group; ++r) {
-        const T* row = data + rows.at(first + r);
-        for (Index k = 0; k < rows.size; ++k) {
-          dst[k * group + r] = factor * static_cast<C>(static_cast<double>(row[k]));
-        }
-      }
-      if (in_group < group) {
-        for (Index k = 0; k < rows.size; ++k) std::fill(dst + k * group + in_group, dst + (k + 1) * group, C{0});
-      }
+      for (Index i = 0; i < together; ++i) pack_rest(row[i], packed, target + i);
+      r += together;
     }
+    const Index used = rows.count % group;
+    if (end < rows.count || used == 0) return;
+    C* const last = dst + rows.count / group * rows.size * group;
+    for (Index k = 0; k < rows.size; ++k) std::fill(last + k * group + used, last + (k + 1) * group, C{0});
   });
+  return magnitude;
 }
 
-// The largest magnitude among `count` values; NaN may be passed over.
 template <typename C>
-HWY_INLINE C max_magnitude(const C* values, Index count) {
-  const Wide<C> d;
-  const Index n = lanes<C>();
-  auto largest = hn::Zero(d);
-  Index c = 0;
-  for (; c + n <= count; c += n) largest = hn::Max(hn::Abs(hn::LoadU(d, values + c)), largest);
-  C result = hn::GetLane(hn::MaxOfLanes(d, largest));
-  for (; c < count; ++c) result = std::max(result, std::abs(values[c]));
-  return result;
+HWY_INLINE C pack_transposed(const Rows& rows, C factor, Index group, C* dst) {
+  return pack_transposed(rows, 0, rows.count, factor, group, dst);
 }
 
 // Whether all of `count` values are finite: x * 0 is 0 for those alone.

@@ -94,7 +94,7 @@ HWY_NOINLINE void score_product_wide(const GroupColumns* groups, Index group_cou
 // of a single chain grows beyond what is promised of lse. wide: sums in double, see may_overflow.
 template <typename C>
 HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth, const C* left,
-                                const C* right, C* scores, bool wide) {
+                                const C* right, C* scores, bool wide, Prefetcher& prefetcher) {
   if (wide) return score_product_wide(groups, group_count, depth, left, right, scores);
   constexpr Index piece = 64;
   const Index width = panel_width<C>();
@@ -104,6 +104,7 @@ HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, I
       const C* a = left + g * kBlockRows * depth;
       const C* b = right + c * depth;
       C* target = scores + g * kBlockRows * tile_stride + c;
+      prefetcher.step();
       gemm<Left::packed, Into::store>(groups[g].rows, kBlockVecs, std::min(piece, depth), a, kBlockRows, b, width,
                                       target, tile_stride);
       for (Index k = piece; k < depth; k += piece) {
@@ -121,34 +122,23 @@ template <typename C>
 struct RightRows {
   Rows source;
   C* panels = nullptr;
+  C magnitude = 0;  // the largest one of the rows; NaN may be passed over
   bool isolated = false;
   Index bad_count = 0;
   std::uint16_t bad[tile_k];
 
   RightRows() = default;
-  RightRows(const Rows& rows, C* memory) : source(rows), panels(memory) { pack_panels(rows, panel_width<C>(), memory); }
+  // All rows packed, or none yet.
+  RightRows(const Rows& rows, C* memory) : RightRows(rows, memory, 0) { pack(0, rows.count); }
+  RightRows(const Rows& rows, C* memory, Index /*none*/) : source(rows), panels(memory) {}
+
+  void pack(Index begin, Index end) {
+    magnitude = std::max(magnitude, pack_panels(source, begin, end, panel_width<C>(), panels));
+  }
 
   // Row r from its vector `vec` on, a multiple of kBlockVecs. Rows are a panel's width apart.
   [[nodiscard]] const C* at(Index r, Index vec) const {
     return panels + vec * lanes<C>() * source.count + r * panel_width<C>();
-  }
-
-  // The largest magnitude of the packed rows; NaN may be passed over.
-  [[nodiscard]] C magnitude() const {
-    const Index width = panel_width<C>();
-    C largest = 0;
-    for (Index c = 0; c < source.size; c += width) {
-      // Columns behind the last vector of a row are not packed.
-      const Index size = round_up(std::min(width, source.size - c), lanes<C>());
-      if (size == width) {
-        largest = std::max(largest, max_magnitude(panels + c * source.count, source.count * width));
-      } else {
-        for (Index r = 0; r < source.count; ++r) {
-          largest = std::max(largest, max_magnitude(panels + c * source.count + r * width, size));
-        }
-      }
-    }
-    return largest;
   }
 
   void scale(C factor) {
@@ -191,7 +181,8 @@ struct RightRows {
 // needs. vecs: vectors of a row of the target.
 template <typename C>
 HWY_NOINLINE void add_tile_product(const GroupColumns* groups, Index group_count, const C* tile,
-                                   const RightRows<C>& right, C* target, Index target_stride, Index vecs) {
+                                   const RightRows<C>& right, C* target, Index target_stride, Index vecs,
+                                   Prefetcher& prefetcher) {
   // A panel of this many rows (16 KiB) and the rows of the tile against it fit the L1 cache.
   constexpr Index depth_block = 128;
   for (Index first = 0; first < right.source.count; first += depth_block) {
@@ -199,6 +190,7 @@ HWY_NOINLINE void add_tile_product(const GroupColumns* groups, Index group_count
       for (Index g = 0; g < group_count; ++g) {
         const Index begin = std::max(first, groups[g].begin), end = std::min(first + depth_block, groups[g].end);
         if (begin >= end) continue;
+        prefetcher.step();
         gemm<Left::tile, Into::add>(groups[g].rows, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
                                     tile + g * kBlockRows * tile_stride + begin, 0, right.at(begin, vec),
                                     panel_width<C>(), target + g * kBlockRows * target_stride + vec * lanes<C>(),
