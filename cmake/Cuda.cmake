@@ -25,8 +25,13 @@ endfunction()
 
 # Everything that device code may include. A file of src/cuda/kernels that is not listed here cannot be used.
 set(kernel_files
+  exact_rows.cuh
+  forward_scores.cuh
+  forward_tiles.cuh
   hopper_forward.cuh
   hopper_forward_params.hpp
+  hopper_split_forward.cuh
+  hopper_split_forward_params.hpp
   pack_rows.cuh
   pack_rows_params.hpp
   ptx/math.cuh
@@ -34,7 +39,8 @@ set(kernel_files
   ptx/sync.cuh
   ptx/tma.cuh
   ptx/wgmma.cuh
-  ptx/wgmma_shapes.cuh)
+  ptx/wgmma_shapes.cuh
+  split_rows.cuh)
 set(device_sources
   describe/dropout.hpp=${PROJECT_SOURCE_DIR}/src/describe/dropout.hpp
   headrace/streaming.hpp=${PROJECT_SOURCE_DIR}/include/headrace/streaming.hpp
@@ -53,6 +59,7 @@ set(cuda_compile_sources
   src/cuda/driver/nvrtc.cpp
   src/cuda/driver/precompiled.cpp
   src/cuda/launch/hopper_forward_source.cpp
+  src/cuda/launch/hopper_split_forward_source.cpp
   src/cuda/launch/pack_rows_source.cpp
   src/cuda/standard_set.cpp
   ${embedded_sources})

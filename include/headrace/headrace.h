@@ -147,11 +147,11 @@ typedef struct hr_attention {
   /* Where. On CUDA a call works in the context of that device that is current, else in its primary one; it
    * queues its work on the stream and returns, and a stream capture may record it. The metadata (cu_seqlens,
    * seqused) is on the host on every device.
-   * CUDA, at present: forward; float16 and bfloat16; head_dim and value_dim up to 256; Hopper GPUs; dense batches
-   * without seqused. Anything else is HR_ERROR_UNSUPPORTED. P is rounded to T before P V, products q . k must fit
-   * float32 before the scale too, and NaN in a masked key may reach other rows of its tile.
-   * Where data or a stride of q, k or v is no multiple of 16 bytes, or a stride is negative or 2^40 bytes or more, that
-   * tensor is copied to the workspace first. */
+   * CUDA, at present: forward; float32, float16 and bfloat16; head_dim and value_dim up to 256; Hopper GPUs; dense
+   * batches without seqused. Anything else is HR_ERROR_UNSUPPORTED. In 16 bits P is rounded to T before P V, products
+   * q . k must fit float32 before the scale too, and NaN in a masked key may reach other rows of its tile.
+   * float32 needs a workspace for float16 parts of q, k and v. So do 16-bit q, k or v whose data or stride is no
+   * multiple of 16 bytes, or a stride negative or 2^40 bytes or more: that tensor is copied first. */
   int32_t device;       /* hr_device */
   int32_t device_index; /* of the CUDA device, from 0 */
   void* stream;         /* CUDA: CUstream or cudaStream_t; NULL is the default stream. Not part of a plan */

@@ -103,7 +103,8 @@ TEST_F(ForwardLaunch, TheSameBitsAThousandTimesBesideABusyStream) {
   const GpuStream stream;
   std::vector<Spec> specs = {
       spec_of(DType::bfloat16, 520, 128, Causal::bottom_right), spec_of(DType::float16, 700, 64, Causal::none),
-      spec_of(DType::bfloat16, 400, 256, Causal::bottom_right), spec_of(DType::float16, 333, 96, Causal::none)};
+      spec_of(DType::bfloat16, 400, 256, Causal::bottom_right), spec_of(DType::float16, 333, 96, Causal::none),
+      spec_of(DType::float32, 300, 128, Causal::bottom_right)};
   specs[1].window_left = 100;
   specs[3].inputs = Inputs::one_key;  // some tiles are done twice
   for (const Spec& spec : specs) {

@@ -44,7 +44,7 @@ Variant plain_variant(std::uint64_t number, int tile, int multiprocessors, DType
 Variant random_variant(std::uint64_t number, int index) {
   Rng rng(number);
   Variant v{.number = number};
-  v.dtype = rng.pick({DType::bfloat16, DType::float16});
+  v.dtype = rng.pick({DType::bfloat16, DType::float16, DType::float32});
   v.tile = static_cast<int>(rng.integer(0, 4));
   v.multiprocessors = rng.pick({few, many});
   v.banded = rng.chance(0.5);
@@ -290,7 +290,7 @@ TEST_F(ForwardRandom, PlainKernelsAgreeWithReference) {
   std::vector<Variant> variants;
   for (int tile = 0; tile < 5; ++tile)
     for (const int multiprocessors : {few, many})
-      for (const DType dtype : {DType::bfloat16, DType::float16})
+      for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32})
         for (const bool banded : {false, true})
           variants.push_back(plain_variant(numbers.bits(), tile, multiprocessors, dtype, banded));
   cross_check(variants, static_cast<std::size_t>(scaled(25)));

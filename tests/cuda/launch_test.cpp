@@ -73,9 +73,7 @@ TEST(Launch, WhatIsNotSupportedIsNamed) {
   check_rules({
       {HR_ERROR_UNSUPPORTED, "pass: is backward; on CUDA there is only the forward pass so far",
        [](hr_attention& a) { a.dout = a.dq = a.q, a.dk = a.dv = a.k; }, HR_BACKWARD},
-      {HR_ERROR_UNSUPPORTED, "q: dtype is float32; on CUDA it must be float16 or bfloat16",
-       [](hr_attention& a) { a.q.dtype = a.k.dtype = a.v.dtype = a.out.dtype = HR_FLOAT32; }},
-      {HR_ERROR_UNSUPPORTED, "q: dtype is float64; on CUDA it must be float16 or bfloat16",
+      {HR_ERROR_UNSUPPORTED, "q: dtype is float64; on CUDA it must be float32, float16 or bfloat16",
        [](hr_attention& a) { a.q.dtype = a.k.dtype = a.v.dtype = a.out.dtype = HR_FLOAT64; }},
       {HR_ERROR_UNSUPPORTED, "q: head_dim is 264; on CUDA it must be at most 256",
        [](hr_attention& a) {
@@ -132,6 +130,12 @@ TEST(Launch, WhatIsNotSupportedIsNamed) {
          a.lse.ndim = 0;
          a.k.stride[0] = a.k.stride[1] = a.v.stride[0] = a.v.stride[1] = 0;
          a.v.stride[2] = 7;
+       }},
+      {HR_ERROR_UNSUPPORTED, "k: float16 parts of [4, 536870912, 16, 64] are too large for CUDA",
+       [](hr_attention& a) {
+         a.q = a.out = tensor(HR_FLOAT32, {4, 1, 16, 64});
+         a.k = a.v = tensor(HR_FLOAT32, {4, two_to_30 / 2, 16, 64});
+         a.lse.ndim = 0;
        }},
       {HR_ERROR_VALUE, "device_index: is 2; this machine has 2 CUDA devices",
        [](hr_attention& a) { a.device_index = 2; }},
@@ -199,6 +203,35 @@ TEST_F(LaunchOfKernels, GoToTheCallersStream) {
     EXPECT_EQ(config.gridDimX, 8u) << "one tile for each of 2 x 4 heads";
     EXPECT_EQ(config.gridDimY * config.gridDimZ * config.blockDimY * config.blockDimZ, 1u);
     EXPECT_LE(config.sharedMemBytes, 227u << 10);
+  }
+}
+
+// float32 is split into parts, in the workspace, and then multiplied.
+TEST_F(LaunchOfKernels, SplitFloat32First) {
+  for (const std::int64_t seqlen_k : {50, 0}) {
+    DeviceCall call(HR_FLOAT32);
+    call.a.k.shape[1] = call.a.v.shape[1] = seqlen_k;
+    DeviceMemory out(std::size_t{1} << 17);
+    call.a.out.data = out.data();
+    int stream = 0;
+    call.a.stream = &stream;
+    hr_plan* plan = nullptr;
+    ASSERT_EQ(hr_plan_create(&call.a, HR_FORWARD, &plan), HR_OK) << hr_last_error();
+    const std::size_t bytes = hr_plan_workspace_bytes(plan);
+    // Two parts of 2 bytes an element, and a unit for each 64 rows of q and 128 of k and v of a head.
+    EXPECT_GE(bytes, 2u * 2u * 64u * static_cast<unsigned>(2 * 40 * 4 + 2 * 2 * 2 * seqlen_k));
+    EXPECT_LE(bytes, 2u * 2u * 64u * static_cast<unsigned>(2 * 40 * 4 + 2 * 2 * 2 * seqlen_k) + 2048u);
+    DeviceMemory workspace(bytes);
+    const int before = launches();
+    ASSERT_EQ(hr_plan_execute(plan, &call.a, workspace.data(), bytes), HR_OK) << hr_last_error();
+    ASSERT_EQ(launches(), before + 2);
+    EXPECT_EQ(fake::launch(1).kernel, "split_rows");
+    EXPECT_EQ(fake::launch(1).config.gridDimX, seqlen_k == 0 ? 8u : 16u);
+    const FakeLaunch multiply = fake::launch(0);
+    EXPECT_EQ(multiply.kernel, "hopper_split_forward");
+    EXPECT_EQ(static_cast<void*>(multiply.config.hStream), call.a.stream);
+    EXPECT_EQ(multiply.config.gridDimX, 8u) << "one tile for each of 2 x 4 heads";
+    hr_plan_destroy(plan);
   }
 }
 

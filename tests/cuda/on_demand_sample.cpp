@@ -24,17 +24,30 @@ KernelSource with(KernelSource source, const std::string& name, long long value)
   throw std::logic_error(name_of(source) + " has no constant " + name);
 }
 
+constexpr const char* options[] = {"SOFTCAP", "ALIBI", "BIAS", "MASK", "BLOCK_MASK", "SINKS", "DROPOUT"};
+
+KernelSource standard_kernel(const std::string& entry) {
+  const std::vector<KernelSource> set = standard_set();
+  const auto kernel = std::find_if(set.begin(), set.end(), [&](const KernelSource& source) {
+    return source.entry == entry && constant_of(source, "HEAD_DIM") == 128;
+  });
+  if (kernel == set.end()) throw std::logic_error("the standard set has no " + entry + " with HEAD_DIM 128");
+  return *kernel;
+}
+
 // Each option alone.
 void add_hopper_forward(std::vector<KernelSource>& sample) {
-  const std::vector<KernelSource> set = standard_set();
-  const auto base = std::find_if(set.begin(), set.end(), [](const KernelSource& source) {
-    return source.entry == "hopper_forward" && constant_of(source, "HEAD_DIM") == 128;
-  });
-  if (base == set.end()) throw std::logic_error("the standard set has no hopper_forward with HEAD_DIM 128");
-  sample.push_back(with(*base, "SMALL_SCALE", 0));
-  sample.push_back(with(*base, "BIAS", 2));
-  for (const char* option : {"SOFTCAP", "ALIBI", "BIAS", "MASK", "BLOCK_MASK", "SINKS", "DROPOUT"})
-    sample.push_back(with(*base, option, 1));
+  const KernelSource base = standard_kernel("hopper_forward");
+  sample.push_back(with(base, "SMALL_SCALE", 0));
+  sample.push_back(with(base, "BIAS", 2));
+  for (const char* option : options) sample.push_back(with(base, option, 1));
+}
+
+// All options at once.
+void add_hopper_split_forward(std::vector<KernelSource>& sample) {
+  KernelSource all = with(standard_kernel("hopper_split_forward"), "PAIRED", 1);
+  for (const char* option : options) all = with(all, option, option == std::string("BIAS") ? 2 : 1);
+  sample.push_back(all);
 }
 
 }  // namespace
@@ -47,6 +60,7 @@ std::vector<KernelSource> on_demand_sample() {
       {"arithmetic", "test/arithmetic.cuh", {{"FLOAT16", 1}}},
   };
   add_hopper_forward(sample);
+  add_hopper_split_forward(sample);
   return sample;
 }
 

@@ -12,6 +12,7 @@
 #include "cuda/driver/devices.hpp"
 #include "cuda/driver/module_cache.hpp"
 #include "cuda/launch/hopper_forward_source.hpp"
+#include "cuda/launch/hopper_split_forward_source.hpp"
 #include "describe/problem.hpp"
 #include "support/error_bounds.hpp"
 #include "test_kernels.hpp"
@@ -282,6 +283,8 @@ cuda::KernelSource variant_of(const Spec& spec) {
   cuda::pretended_multiprocessors = spec.multiprocessors;
   const Problem problem = validate(attention.c(), Pass::forward);
   const int multiprocessors = cuda::list_devices().devices.at(0).multiprocessors;
+  if (problem.dtype == HR_FLOAT32)
+    return cuda::hopper_split_forward_source(problem, cuda::hopper_split_variant(problem, multiprocessors));
   return cuda::hopper_forward_source(problem, cuda::hopper_forward_variant(problem, multiprocessors));
 }
 

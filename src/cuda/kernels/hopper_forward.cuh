@@ -1,14 +1,15 @@
-// Attention forward for Hopper: 16-bit inputs, persistent blocks of threads, warp-specialised (FlashAttention-3, Shah et
-// al. 2024, section 3). One thread brings q, k and v by TMA into rings of shared memory; WARPGROUPS warpgroups have
+// Attention forward for Hopper: 16-bit inputs, persistent blocks of threads, warp-specialised (FlashAttention-3, Shah
+// et al. 2024, section 3). One thread brings q, k and v by TMA into rings of shared memory; WARPGROUPS warpgroups have
 // 64 query rows each, keep their rows' state in registers, and take turns on the tensor cores, so that the
 // exponentials of one run while another multiplies. Within a warpgroup S = q k^T of a block is issued before P v of
 // the block before it. A tile ends before the next one begins: their overlap would gain less than its code costs.
 //
 // The running maximum is not followed: exponents are taken relative to a reference, the maximum of the tile's first
-// block. A later score may lie above it, and its p above 1, without harm as long as p and the sums stay finite. So most blocks need no maximum, which costs a tenth of the time; when a thread's sum of a
-// block passes 2^14 the reference is raised by a power of two. If a result is not finite in the end (a score more than
-// 2^127 above the reference, or values near the largest number), the tile is done again at the end with the maximum of
-// every block, and scaled down so that no finite input overflows. Masked blocks use the maximum anyway.
+// block. A later score may lie above it, and its p above 1, without harm as long as p and the sums stay finite.
+// So most blocks need no maximum, which costs a tenth of the time; when a thread's sum of a block passes 2^14 the
+// reference is raised by a power of two. If a result is not finite in the end (a score more than 2^127 above the
+// reference, or values near the largest number), the tile is done again at the end with the maximum of every block, and
+// scaled down so that no finite input overflows. Masked blocks use the maximum anyway.
 //
 // Constants of the compilation:
 // - FLOAT16: the type of q, k, v, out: 1 float16, 0 bfloat16
@@ -18,16 +19,13 @@
 // - SMALL_SCALE: 0 < scale <= ln(2): it is folded into the exponent
 // - PAIRED: rows see different numbers of keys, and two tiles make a piece of work
 // - SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, SINKS, DROPOUT: the options in use
-#define HEADRACE_INDEX int
-#include "describe/dropout.hpp"
-#include "hopper_forward_params.hpp"
-#include "tiling/tiling.hpp"
-
 #if FLOAT16
 #define HEADRACE_MMA_TYPE "f16"
 #else
 #define HEADRACE_MMA_TYPE "bf16"
 #endif
+#include "forward_scores.cuh"
+#include "forward_tiles.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
@@ -36,20 +34,12 @@
 
 namespace headrace::cuda {
 
-using Params = HopperForwardParams;
-
-constexpr int kRowsOfWarpgroup = 64;
-constexpr int kRows = WARPGROUPS * kRowsOfWarpgroup;  // queries of a tile
-constexpr int kKeys = KEYS;                           // keys of a block
-// Two blocks of threads on a multiprocessor have no registers to give away, and one warp for a producer.
-constexpr bool kTradeRegisters = true;
-constexpr int kThreads = 128 * WARPGROUPS + (kTradeRegisters ? 128 : 32);
+constexpr int kThreads = 128 * (WARPGROUPS + 1);
 constexpr int kPanel = 64;  // columns of a panel of shared memory: 128 bytes
 constexpr int kHeadPanels = (HEAD_DIM + kPanel - 1) / kPanel, kValuePanels = (VALUE_DIM + kPanel - 1) / kPanel;
 constexpr int kRowsOfWarp = 16;
 constexpr int kOutPanels = kValuePanels < OUT_PANELS ? kValuePanels : OUT_PANELS;  // of a warp, written at a time
 constexpr int kRedoWords = 64;
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 // Scores are brought to their final value before the softmax, in natural units: log2(e) times a score might overflow.
 // Else scale and log2(e) are folded into the exponent, and references are in units of log2.
 constexpr bool kFinalScores = SOFTCAP || ALIBI || BIAS || !SMALL_SCALE;
@@ -65,14 +55,6 @@ constexpr float kRaiseAbove = 16384.0f;
 // for that.
 constexpr float kSafeOffset = FLOAT16 ? 0.0f : 64.0f * kUnit;
 
-using Element = unsigned short;
-
-// A tile of queries: rows [m * kRows, ...) of query head h of sequence b; number n among the tiles of this block of
-// threads.
-struct Tile {
-  int m, h, b, n;
-};
-
 struct alignas(1024) Shared {
   Element q[Q_BUFFERS][WARPGROUPS][kHeadPanels][kRowsOfWarpgroup * kPanel];
   Element k[STAGES][kHeadPanels][kKeys * kPanel];
@@ -85,99 +67,6 @@ struct alignas(1024) Shared {
 };
 
 extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
-
-__device__ inline float minus_infinity() { return __int_as_float(static_cast<int>(0xFF800000u)); }
-
-// The tiles of this block of threads. They are dealt out in the order of the heads, whose keys so stay in the L2 cache.
-// Under a causal mask or a window their lengths differ, evenly from one end of a head to the other: then a tile and its
-// counterpart at the other end are one piece of work, and all pieces have the same length, but for the middle tile of
-// an odd number. So the blocks of threads change places in each round.
-enum class Find { tile, nothing, end };
-struct TileWalk {
-  unsigned round = 0, place = blockIdx.x;
-  bool second = false;  // of a pair
-  int n = 0;
-
-  __device__ Find next(const Params& p, Tile& tile) {
-    const unsigned first = round * p.blocks, piece = first + place, sequence_head = p.pieces.quotient(piece);
-    const int index = static_cast<int>(piece - sequence_head * p.pieces.divisor);
-    const unsigned b = p.heads_q.quotient(sequence_head);
-    tile.b = static_cast<int>(b);
-    tile.h = static_cast<int>(sequence_head - b * p.heads_q.divisor);
-    tile.m = PAIRED && !second ? p.query_tiles - 1 - index : index;
-    tile.n = n++;
-    const bool middle = PAIRED && second && 2 * index == p.query_tiles - 1;
-    if (!PAIRED || second) {
-      ++round;
-      if (++place == p.blocks) place = 0;
-    }
-    second = PAIRED && !second;
-    if (first >= p.all_pieces) {
-      tile = {0, 0, 0, n};
-      return Find::end;
-    }
-    return middle || piece >= p.all_pieces ? Find::nothing : Find::tile;
-  }
-};
-
-__device__ inline Visibility visibility(const Params& p, const Tile& tile) {
-  Visibility vis{{p.band_lo, p.band_hi}, p.seqlen_q, p.seqlen_k, {}};
-  if constexpr (BLOCK_MASK) {
-    vis.blocks = {p.block_mask + tile.b * p.block_strides.batch + tile.h * p.block_strides.head, p.block_strides.row,
-                  p.block_strides.key, static_cast<int>(p.block_q.divisor), static_cast<int>(p.block_k.divisor)};
-  }
-  return vis;
-}
-
-// The blocks of keys that a tile visits, from the last to the first: the edges come first.
-struct Blocks {
-  Visibility vis;
-  Range rows;
-  int next, last;  // next < last: none are left
-
-  __device__ Blocks(const Params& p, const Tile& tile)
-      : vis(visibility(p, tile)),
-        rows{static_cast<Index>(tile.m) * kRows, min_index(p.seqlen_q, static_cast<Index>(tile.m + 1) * kRows)} {
-    const Range keys = vis.keys_of_rows(rows);
-    next = keys.empty() ? -1 : static_cast<int>(static_cast<unsigned>(keys.end - 1) / kKeys);
-    last = keys.empty() ? 0 : static_cast<int>(static_cast<unsigned>(keys.begin) / kKeys);
-    skip_hidden();
-  }
-  __device__ bool any() const { return next >= last; }
-  __device__ void advance() {
-    --next;
-    skip_hidden();
-  }
-
-  __device__ Range keys_of(int block) const {
-    return {static_cast<Index>(block) * kKeys, min_index(vis.seqlen_k, static_cast<Index>(block + 1) * kKeys)};
-  }
-
- private:
-  __device__ void skip_hidden() {
-    if constexpr (BLOCK_MASK) {
-      while (any() && vis.classify(rows, keys_of(next)) == TileKind::hidden) --next;
-    }
-  }
-};
-
-// Blocks of keys [seen_begin, seen_end) are visible to one of a warpgroup's rows, [full_begin, full_end) to each; from
-// settled_end on down each row sees a key of the block.
-struct OwnBlocks {
-  Range rows;
-  int seen_begin, seen_end, full_begin, full_end, settled_end;
-
-  __device__ OwnBlocks(const Visibility& vis, int row0) : rows{row0, min_index(vis.seqlen_q, row0 + kRowsOfWarpgroup)} {
-    const Range some = vis.keys_of_rows(rows), all = vis.keys_of_all_rows(rows);
-    const auto block_of = [](Index key) { return static_cast<int>(static_cast<unsigned>(key) / kKeys); };
-    seen_begin = some.empty() ? 0 : block_of(some.begin);
-    seen_end = some.empty() ? 0 : block_of(some.end + kKeys - 1);
-    full_begin = block_of(all.begin + kKeys - 1);
-    full_end = block_of(all.end);
-    settled_end = block_of(all.end + kKeys - 1);
-  }
-  __device__ bool sees(int block) const { return block >= seen_begin && block < seen_end; }
-};
 
 // ---- the producer: one thread ----
 
@@ -264,9 +153,6 @@ struct Producer {
 };
 
 // ---- the consumers: a warpgroup with 64 rows ----
-//
-// A thread has two rows, r = 0 and 1, 8 apart. Of every 8 columns it has two neighbours: element 4 g + 2 r + c is
-// column 8 g + 2 (lane % 4) + c.
 
 struct Consumer {
   const Params& p;
@@ -281,15 +167,11 @@ struct Consumer {
   unsigned probabilities[kKeys / 4];
   unsigned q[Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][4];
 
-  // The thread's rows of a tile.
-  struct Rows {
-    Tile tile;
-    int row[2];
+  struct Rows : ThreadRows {
     float reference[2];  // -inf: no key was seen
     float sum[2];        // of p: this thread's share
   };
   Rows rows;                      // of the tile at hand
-  float slope = 0.0f;             // of ALiBi, of its head
   bool products_pending = false;  // p v of the block before are still to be made
 
   // -- taking turns on the tensor cores: barrier 1 + w is warpgroup w's turn --
@@ -367,30 +249,6 @@ struct Consumer {
 
   // -- scores --
 
-  // Brings raw products to scores.
-  __device__ void finish_scores(int block) {
-    const int j0 = block * kKeys + 2 * (lane & 3);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int i = rows.row[r];
-      const float behind = static_cast<float>(distance(i, j0));
-      const long long bias_row = rows.tile.b * p.bias_strides.batch + rows.tile.h * p.bias_strides.head +
-                                 min(i, p.seqlen_q - 1) * p.bias_strides.row;
-#pragma unroll
-      for (int n = 0; n < kKeys / 4; ++n) {
-        const int e = 4 * (n / 2) + 2 * r + n % 2, column = 8 * (n / 2) + n % 2;
-        float x = SOFTCAP ? p.softcap * tanh(s[e] * p.scale_over_softcap) : s[e] * p.scale;
-        if constexpr (BIAS) {
-          const long long at = bias_row + min(j0 + column, p.seqlen_k - 1) * p.bias_strides.key;
-          const float bias =
-              BIAS == 2 ? static_cast<const float*>(p.bias)[at] : to_float(static_cast<const Element*>(p.bias)[at]);
-          x = bias == minus_infinity() ? bias : x + bias;
-        }
-        if constexpr (ALIBI) x -= slope * fabsf(behind - static_cast<float>(column));
-        s[e] = x;
-      }
-    }
-  }
   // Scores of a plain block, capped, in units of log2. Where all are small beside the cap, by a polynomial:
   // kTanhRatio.
   __device__ void cap_scores() {
@@ -400,7 +258,7 @@ struct Consumer {
     if (__any_sync(~0u, top > p.softcap_straight_below)) {
 #pragma unroll
       for (int e = 0; e < kKeys / 2; ++e)
-        s[e] = nan_if_infinite(p.softcap * kLog2E) * tanh(s[e] * p.scale_over_softcap);
+        s[e] = nan_if_infinite(p.softcap * kLog2E) * tanh_of(s[e] * p.scale_over_softcap);
     } else {
 #pragma unroll
       for (int e = 0; e < kKeys / 2; ++e) {
@@ -411,71 +269,6 @@ struct Consumer {
         s[e] *= fmaf(square, ratio, p.softcap_polynomial[0]);
       }
     }
-  }
-
-  // An infinity that a finite input brought about might end as a p of 0, and pass for a result.
-  __device__ static float nan_if_infinite(float x) { return fmaf(x, 0.0f, x); }
-
-  // To a relative 2^-22.
-  __device__ static float tanh(float x) {
-    const float square = x * x;
-    float ratio = fmaf(square, kTanhRatio[4], kTanhRatio[3]);
-    ratio = fmaf(square, ratio, kTanhRatio[2]);
-    ratio = fmaf(square, ratio, kTanhRatio[1]);
-    ratio = fmaf(square, ratio, kTanhRatio[0]);
-    const float far = fmaf(-2.0f, ptx::reciprocal(ptx::exp2(2.0f * kLog2E * fabsf(x)) + 1.0f), 1.0f);
-    return square < 0.25f ? x * ratio : copysignf(far, x);
-  }
-  __device__ static float to_float(Element bits) {
-    float x;
-#if FLOAT16
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-#else
-    x = __uint_as_float(static_cast<unsigned>(bits) << 16);
-#endif
-    return x;
-  }
-
-  __device__ void mask_scores(int block) {
-    const int j0 = block * kKeys, column0 = 2 * (lane & 3);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // Columns [begin, end) of the block are in the band and the sequence.
-      const Index low = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band_lo)) - j0;
-      const Index high = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band_hi + 1)) - j0;
-      const int begin = own_columns_below(low), end = own_columns_below(high);
-#pragma unroll
-      for (int word = 0; word < ceil_div(kKeys, 128); ++word) {
-        const unsigned visible = first_bits(end - 32 * word) & ~first_bits(begin - 32 * word);
-#pragma unroll
-        for (int bit = 0; bit < 32 && 32 * word + bit < kKeys / 4; ++bit) {
-          const int g = (32 * word + bit) / 2, c = bit & 1;
-          bool seen = (visible >> bit & 1) != 0;
-          if constexpr (MASK || BLOCK_MASK) seen = seen && visible_by_data(rows.row[r], j0 + 8 * g + column0 + c);
-          if (!seen) s[4 * g + 2 * r + c] = minus_infinity();
-        }
-      }
-    }
-  }
-  // Of the thread's columns of a block, how many lie before a column.
-  __device__ int own_columns_below(int column) const {
-    const int clamped = min(kKeys, max(0, column));
-    return clamped / 8 * 2 + min(2, max(0, clamped % 8 - 2 * (lane & 3)));
-  }
-  __device__ static unsigned first_bits(int count) { return count >= 32 ? ~0u : (1u << max(0, count)) - 1; }
-  __device__ bool visible_by_data(int i, int j) const {
-    if (i >= p.seqlen_q || j >= p.seqlen_k) return false;
-    if constexpr (BLOCK_MASK) {
-      const unsigned char* bits =
-          p.block_mask + rows.tile.b * p.block_strides.batch + rows.tile.h * p.block_strides.head;
-      if (bits[p.block_q.quotient(i) * p.block_strides.row + p.block_k.quotient(j) * p.block_strides.key] == 0)
-        return false;
-    }
-    if constexpr (MASK) {
-      return p.mask[rows.tile.b * p.mask_strides.batch + rows.tile.h * p.mask_strides.head + i * p.mask_strides.row +
-                    j * p.mask_strides.key] != 0;
-    }
-    return true;
   }
 
   // -- softmax --
@@ -554,9 +347,9 @@ struct Consumer {
       for (int r = 0; r < 2; ++r) {
         offset[r] *= kLog2E;
         if constexpr (ALIBI) {
-          slope2 = slope * kLog2E;
+          slope2 = rows.slope * kLog2E;
           offset[r] =
-              fmaf(-slope2, static_cast<float>(distance(rows.row[r], block * kKeys + 2 * (lane & 3))), offset[r]);
+              fmaf(-slope2, static_cast<float>(distance(p, rows.row[r], block * kKeys + 2 * (lane & 3))), offset[r]);
         }
         offset[r] = nan_if_infinite(offset[r]);
       }
@@ -606,7 +399,7 @@ struct Consumer {
     }
     sum_pair(kGroups - 2);
     if constexpr (DROPOUT) {
-      drop(block);
+      drop_scores(p, rows, block, s, p.dropout_kept);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) pack_group(g);
     } else {
@@ -621,19 +414,6 @@ struct Consumer {
         "@q st.shared.b32 [%2], %2;\n}" ::"f"(x[0]),
         "f"(x[1]), "r"(ptx::shared_address(&shared.never_read))
         : "memory");
-  }
-
-  __device__ void drop(int block) {
-    const unsigned word0 = 2 * (rows.row[0] & 1);
-#pragma unroll
-    for (int e = 0; e < kKeys / 2; e += 2) {
-      const int i = rows.row[(e >> 1) & 1], j = block * kKeys + 8 * (e / 4) + 2 * (lane & 3);
-      const Philox random =
-          Philox::make(static_cast<unsigned>(j >> 1), static_cast<unsigned>(i >> 1), static_cast<unsigned>(rows.tile.h),
-                       static_cast<unsigned>(rows.tile.b), p.seed);
-      s[e] *= (word0 != 0 ? random.word[2] : random.word[0]) >= p.dropout_threshold ? p.dropout_kept : 0.0f;
-      s[e + 1] *= (word0 != 0 ? random.word[3] : random.word[1]) >= p.dropout_threshold ? p.dropout_kept : 0.0f;
-    }
   }
 
   // -- blocks and tiles --
@@ -655,11 +435,11 @@ struct Consumer {
     k_ring.advance();
 
     if constexpr (kPlain && kFolds && SOFTCAP) cap_scores();
-    if constexpr (kFinalScores && !(kPlain && kFolds)) finish_scores(block);
+    if constexpr (kFinalScores && !(kPlain && kFolds)) finish_scores(p, rows, block, s, scale_of(p));
     float factor[2] = {1.0f, 1.0f}, block_sum[2];
     bool rescale = false;
     if constexpr (!kPlain) {
-      if (edge || MASK) mask_scores(block);
+      if (edge || MASK) mask_scores(p, rows, block, s);
       rescale = raise_to_maximum(factor, safe ? kSafeOffset : 0.0f);
     }
     exponentiate<kPlain>(block, block_sum, [&] {
@@ -707,23 +487,10 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // Whether the warpgroup's rows see no key of the next block.
-  __device__ static bool hidden(const Blocks& blocks, const OwnBlocks& own) {
-    if (!own.sees(blocks.next)) return true;
-    return BLOCK_MASK && blocks.vis.classify(own.rows, blocks.keys_of(blocks.next)) == TileKind::hidden;
-  }
-  // Whether they do not see all of it.
-  __device__ static bool edge(const Blocks& blocks, const OwnBlocks& own) {
-    if (blocks.next < own.full_begin || blocks.next >= own.full_end) return true;
-    return BLOCK_MASK && blocks.vis.classify(own.rows, blocks.keys_of(blocks.next)) == TileKind::edge;
-  }
   // Whether scores rise in it: before its query ALiBi raises them from block to block.
   __device__ bool rises(int block, const OwnBlocks& own) const {
-    return ALIBI && distance(own.rows.begin, (block + 1) * kKeys - 1) < 0;
+    return ALIBI && distance(p, own.rows.begin, (block + 1) * kKeys - 1) < 0;
   }
-  // Of ALiBi: how far a key lies behind a query.
-  __device__ int distance(int i, int j) const { return i + p.seqlen_k - p.seqlen_q - j; }
-
   // The blocks of the tile; leaves the products of the last one pending.
   __device__ void run_blocks(Blocks& blocks, const OwnBlocks& own, bool safe) {
     bool first = true, settled = false;
@@ -850,7 +617,7 @@ struct Consumer {
     rows.row[1] = rows.row[0] + 8;
     rows.reference[0] = rows.reference[1] = minus_infinity();
     rows.sum[0] = rows.sum[1] = 0.0f;
-    if constexpr (ALIBI) slope = p.alibi_slopes[tile.b * p.alibi_batch + tile.h * p.alibi_head];
+    if constexpr (ALIBI) rows.slope = p.alibi_slopes[tile.b * p.alibi_batch + tile.h * p.alibi_head];
     clear_output();
     ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[q_ring.slot]), q_ring.parity);
     if (any_keys) load_q();
@@ -925,14 +692,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
 
   const int warpgroup = __shfl_sync(~0u, thread / 128, 0);
   if (warpgroup == WARPGROUPS) {
-    if constexpr (kTradeRegisters) ptx::give_registers<PRODUCER_REGISTERS>();
+    ptx::give_registers<PRODUCER_REGISTERS>();
     Producer producer{p, q, k, v, shared, {}, {}, {}};
     const bool elected = thread == 128 * WARPGROUPS;
     if (elected) producer.run(every_tile);
     __syncwarp();
     if (any_to_be_redone() && elected) producer.run(to_be_redone);
   } else {
-    if constexpr (kTradeRegisters) ptx::take_registers<CONSUMER_REGISTERS>();
+    ptx::take_registers<CONSUMER_REGISTERS>();
     Consumer consumer{
         .p = p, .out = out, .shared = shared, .warpgroup = warpgroup, .warp = (thread / 32) & 3, .lane = thread & 31};
     consumer.begin_turns();

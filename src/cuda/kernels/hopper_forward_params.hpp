@@ -1,4 +1,4 @@
-// The arguments of the Hopper forward kernel, beside the tensor maps of q, k and v: read on host and device.
+// The arguments of the Hopper forward kernels, beside tensor maps: read on host and device.
 #pragma once
 
 namespace headrace::cuda {

@@ -25,8 +25,8 @@ int attribute(CUdevice device, CUdevice_attribute which) {
 
 void check_supported(const Problem& p) {
   if (p.pass == Pass::backward) unsupported("pass: is backward; on CUDA there is only the forward pass so far");
-  if (p.dtype != HR_FLOAT16 && p.dtype != HR_BFLOAT16)
-    unsupported(fmt::format("q: dtype is {}; on CUDA it must be float16 or bfloat16", dtype_name(p.dtype)));
+  if (p.dtype == HR_FLOAT64)
+    unsupported(fmt::format("q: dtype is {}; on CUDA it must be float32, float16 or bfloat16", dtype_name(p.dtype)));
   constexpr std::int64_t largest = 256;
   if (p.head_dim > largest) unsupported(fmt::format("q: head_dim is {}; on CUDA it must be at most 256", p.head_dim));
   if (p.value_dim > largest)
@@ -84,6 +84,20 @@ void CudaKernel::check_pointers(const Buffers& b, const std::byte* workspace) co
   if (workspace_bytes() > 0 && !is_capturing(static_cast<CUstream>(b.stream))) check_one("workspace", workspace);
 }
 
+void launch(const LoadedKernel& kernel, unsigned blocks, int threads, void* stream, void** arguments) {
+  const CUlaunchConfig config{.gridDimX = blocks,
+                              .gridDimY = 1,
+                              .gridDimZ = 1,
+                              .blockDimX = static_cast<unsigned>(threads),
+                              .blockDimY = 1,
+                              .blockDimZ = 1,
+                              .sharedMemBytes = static_cast<unsigned>(kernel.dynamic_shared),
+                              .hStream = static_cast<CUstream>(stream),
+                              .attrs = nullptr,
+                              .numAttrs = 0};
+  check(driver().cuLaunchKernelEx(&config, kernel.function, arguments, nullptr), "cuLaunchKernelEx");
+}
+
 }  // namespace cuda
 
 std::unique_ptr<Kernel> make_cuda_kernel(const Problem& p) {
@@ -103,7 +117,9 @@ std::unique_ptr<Kernel> make_cuda_kernel(const Problem& p) {
         fmt::format("device_index: CUDA device {} has compute capability {}.{}; there are kernels for 9.0 "
                     "(Hopper) only so far",
                     p.device_index, major, minor));
-  return make_hopper_forward(p, attribute(device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT));
+  const int multiprocessors = attribute(device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+  return p.dtype == HR_FLOAT32 ? make_hopper_split_forward(p, multiprocessors)
+                               : make_hopper_forward(p, multiprocessors);
 }
 
 }  // namespace headrace

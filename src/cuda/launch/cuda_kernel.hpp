@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/driver/module_cache.hpp"
 #include "plan/kernel.hpp"
 
 namespace headrace::cuda {
@@ -24,6 +25,10 @@ class CudaKernel : public Kernel {
 };
 
 std::unique_ptr<Kernel> make_hopper_forward(const Problem& problem, int multiprocessors);
+std::unique_ptr<Kernel> make_hopper_split_forward(const Problem& problem, int multiprocessors);  // float32
+
+// Queues a kernel on a stream, with the dynamic shared memory that it asks for. A context must be current.
+void launch(const LoadedKernel& kernel, unsigned blocks, int threads, void* stream, void** arguments);
 
 [[noreturn]] inline void unsupported(const std::string& message) { throw Failure(HR_ERROR_UNSUPPORTED, message); }
 

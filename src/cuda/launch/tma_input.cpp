@@ -83,17 +83,7 @@ void TmaInput::copy(const void* data, std::byte* to, CUstream stream) const {
   params.rows_of_warp = ceil_div(params.all, warps * most_blocks);
   const auto blocks = static_cast<unsigned>(ceil_div(params.all, warps * params.rows_of_warp));
   void* arguments[] = {&params};
-  const CUlaunchConfig config{.gridDimX = blocks,
-                              .gridDimY = 1,
-                              .gridDimZ = 1,
-                              .blockDimX = threads,
-                              .blockDimY = 1,
-                              .blockDimZ = 1,
-                              .sharedMemBytes = 0,
-                              .hStream = stream,
-                              .attrs = nullptr,
-                              .numAttrs = 0};
-  check(driver().cuLaunchKernelEx(&config, kernel.function, arguments, nullptr), "cuLaunchKernelEx");
+  launch(kernel, blocks, threads, stream, arguments);
 }
 
 }  // namespace headrace::cuda

@@ -5,6 +5,34 @@
 namespace headrace::ptx {
 
 template <>
+struct Wgmma<32> {
+  template <int kScaleD, int kTransB>
+  __device__ static void ss(float (&d)[16], unsigned long long a,
+                           unsigned long long b) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." HEADRACE_MMA_TYPE "." HEADRACE_MMA_TYPE " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15 "
+        "}, %16, %17, p, 1, 1, 0, %19;}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b), "n"(kScaleD), "n"(kTransB));
+  }
+  template <int kScaleD, int kTransB>
+  __device__ static void rs(float (&d)[16], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                           unsigned long long b) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." HEADRACE_MMA_TYPE "." HEADRACE_MMA_TYPE " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15 "
+        "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22;}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kScaleD), "n"(kTransB));
+  }
+};
+
+template <>
 struct Wgmma<64> {
   template <int kScaleD, int kTransB>
   __device__ static void ss(float (&d)[32], unsigned long long a,
