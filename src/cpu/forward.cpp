@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "cpu/kernels.hpp"
+#include "cpu/simd/amx-inl.h"
 #include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/math-inl.h"
@@ -28,6 +29,7 @@ namespace headrace::cpu::HWY_NAMESPACE {
 template <typename C>
 struct ForwardScratch {
   C *q, *kt[2], *v[2], *scores, *out, *max, *sum, *value_scale, *row;
+  BFloat16* weights;
   ForwardScratch(const ForwardPlan& plan, std::byte* base)
       : q(reinterpret_cast<C*>(base + plan.q)),
         kt{reinterpret_cast<C*>(base + plan.kt[0]), reinterpret_cast<C*>(base + plan.kt[1])},
@@ -37,7 +39,8 @@ struct ForwardScratch {
         max(reinterpret_cast<C*>(base + plan.max)),
         sum(reinterpret_cast<C*>(base + plan.sum)),
         value_scale(reinterpret_cast<C*>(base + plan.value_scale)),
-        row(reinterpret_cast<C*>(base + plan.row)) {}
+        row(reinterpret_cast<C*>(base + plan.row)),
+        weights(reinterpret_cast<BFloat16*>(base + plan.weights)) {}
 };
 
 // The state that a task on one part of the keys leaves for merge_splits.
@@ -147,8 +150,9 @@ struct TileState {
 
 // A tile of keys and values, and the query tiles of a task that see it. It is packed in pieces, while the query
 // tiles pass by the tile before it.
-template <typename C>
+template <class Products>
 struct KeyTile {
+  using C = typename Products::Number;
   static constexpr Index piece_rows = 16;
 
   Index index = 0;
@@ -158,7 +162,7 @@ struct KeyTile {
   Rows k;
   C* kt = nullptr;
   C k_magnitude = 0;
-  RightRows<C> v;
+  typename Products::Values v;
   C value_scale = 1;  // of the packed v
   Index packed = 0;   // pieces of k, then of v
 
@@ -169,7 +173,7 @@ struct KeyTile {
     for (; packed < end; ++packed) {
       const Range rows = rows_of(packed);
       if (packed < pieces_of_each()) {
-        k_magnitude = std::max(k_magnitude, pack_transposed(k, rows.begin, rows.end, C{1}, panel_width<C>(), kt));
+        k_magnitude = std::max(k_magnitude, Products::pack_keys(k, rows.begin, rows.end, kt));
       } else {
         v.pack(rows.begin, rows.end);
       }
@@ -212,24 +216,92 @@ HWY_NOINLINE void match_value_scale(C tile_scale, C* s, Index begin, Index end, 
   *row_scale = tile_scale;
 }
 
-// One query tile against one key tile.
+// The two products of the forward pass, and the layouts of their operands, in vectors of C.
 template <typename C>
+struct VectorProducts {
+  using Number = C;
+  using Values = RightRows<C>;
+  static constexpr Index kRows = kBlockRows;  // rows of a group, which share the columns that they need
+  // Steps of a prefetcher in a full tile; those of the second product are left over.
+  static Index steps() { return kMaxGroups * ceil_div(tile_k, panel_width<C>()); }
+
+  static C pack_queries(const Rows& rows, double scale, C* q) {
+    return pack_transposed(rows, Scaling<C>(scale).before, kBlockRows, q);
+  }
+  static C pack_keys(const Rows& rows, Index begin, Index end, C* kt) {
+    return pack_transposed(rows, begin, end, C{1}, panel_width<C>(), kt);
+  }
+  static void scores(ScoreRules<C>& rules, const GroupColumns* groups, Index group_count, const TileState<C>& state,
+                     const KeyTile<VectorProducts>& key_tile, C* scores, Prefetcher& prefetcher) {
+    const Index depth = rules.problem.head_dim;
+    score_product(groups, group_count, key_tile.keys.size(), depth, state.q, key_tile.kt, scores,
+                  may_overflow(state.q_magnitude, key_tile.k_magnitude, depth), prefetcher);
+  }
+  static void round_weights(const ForwardScratch<C>& /*scratch*/, Index /*r*/, Index /*begin*/, Index /*end*/) {}
+  static void add_values(const GroupColumns* groups, Index group_count, const ForwardScratch<C>& scratch,
+                         const Values& v, C* out, Index ld_out, Prefetcher& prefetcher) {
+    add_tile_product(groups, group_count, scratch.scores, v, out, ld_out, ld_out / lanes<C>(), prefetcher);
+  }
+};
+
+#if HWY_TARGET == HWY_AVX3_DL
+// The same on AMX tiles. q is not scaled before it is rounded, so the scale comes after the product.
+struct AmxProducts {
+  using Number = float;
+  using Values = AmxRightRows;
+  static constexpr Index kRows = kAmxRows;
+  static Index steps() { return tile_k / kAmxRows; }
+
+  static float pack_queries(const Rows& rows, double /*scale*/, float* q) {
+    return amx_pack_left(rows, reinterpret_cast<BFloat16*>(q));
+  }
+  static float pack_keys(const Rows& rows, Index begin, Index end, float* kt) {
+    return amx_pack_keys(rows, begin, end, reinterpret_cast<BFloat16*>(kt));
+  }
+  static void scores(ScoreRules<float>& rules, const GroupColumns* groups, Index group_count,
+                     const TileState<float>& state, const KeyTile<AmxProducts>& key_tile, float* scores,
+                     Prefetcher& prefetcher) {
+    const Index depth = rules.problem.head_dim;
+    const auto* q = reinterpret_cast<const BFloat16*>(state.q);
+    const auto* k = reinterpret_cast<const BFloat16*>(key_tile.kt);
+    rules.scaling.before = 1;
+    rules.scaling.after = static_cast<float>(rules.problem.scale);
+    if (may_overflow(state.q_magnitude, key_tile.k_magnitude, depth)) {
+      rules.scaling.after = 1;
+      return amx_score_product_wide(groups, group_count, depth, q, k, rules.problem.scale, scores);
+    }
+    amx_score_product(groups, group_count, key_tile.keys.size(), depth, q, k, scores, prefetcher);
+  }
+  static void round_weights(const ForwardScratch<float>& scratch, Index r, Index begin, Index end) {
+    amx_round_weights(scratch.scores + r * tile_stride, begin, end, scratch.weights + r * amx_weight_stride);
+  }
+  static void add_values(const GroupColumns* groups, Index group_count, const ForwardScratch<float>& scratch,
+                         const Values& v, float* out, Index ld_out, Prefetcher& prefetcher) {
+    amx_add_product(groups, group_count, scratch.weights, v, out, ld_out, prefetcher);
+  }
+};
+#endif
+
+// One query tile against one key tile.
+template <class Products, typename C = typename Products::Number>
 void forward_tile(const Problem& p, const Buffers& buffers, Index b, const TileState<C>& state, TileKind kind,
-                  KeyTile<C>& key_tile, const ForwardScratch<C>& scratch, Index ld_out, Prefetcher& prefetcher) {
+                  KeyTile<Products>& key_tile, const ForwardScratch<C>& scratch, Index ld_out, Prefetcher& prefetcher) {
   const QueryTile& tile = state.tile;
   const Range keys = key_tile.keys;
-  RightRows<C>& v = key_tile.v;
+  typename Products::Values& v = key_tile.v;
   const Index n = lanes<C>();
-  const Index count = keys.size();
-  const Index group_count = ceil_div(tile.size(), kBlockRows);
-  const ScoreRules<C> head_rules(p, buffers, b, tile.head);
+  const Index group_count = ceil_div(tile.size(), Products::kRows);
+  ScoreRules<C> head_rules(p, buffers, b, tile.head);
   GroupColumns groups[kMaxGroups];
   for (Index g = 0; g < group_count; ++g) {
-    groups[g] = group_columns<C>(head_rules.vis, kind, tile, g, keys.begin, count);
+    groups[g] = group_columns<C, Products::kRows>(head_rules.vis, kind, tile, g, keys.begin, keys.size());
   }
-
-  score_product(groups, group_count, count, p.head_dim, state.q, key_tile.kt, scratch.scores,
-                may_overflow(state.q_magnitude, key_tile.k_magnitude, p.head_dim), prefetcher);
+  Products::scores(head_rules, groups, group_count, state, key_tile, scratch.scores, prefetcher);
+  const auto rules_of = [&](Index h) HEADRACE_ATTR {
+    ScoreRules<C> rules(p, buffers, b, h);
+    rules.scaling = head_rules.scaling;
+    return rules;
+  };
 
   const bool plain = head_rules.plain(kind);
   const Dropout dropout{p.dropout_p, p.seed};
@@ -237,13 +309,13 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const TileS
     const Index begin = groups[g].begin, end = groups[g].end;
     if (begin >= end) continue;
     const Index rounded = begin + round_up(end - begin, n);
-    for (Index r = g * kBlockRows; r < g * kBlockRows + groups[g].rows; ++r) {
+    for (Index r = g * Products::kRows; r < g * Products::kRows + groups[g].rows; ++r) {
       C* s = scratch.scores + r * tile_stride;
       const Index h = tile.head_of(r), i = tile.row_of(r);
       if (plain) {
         std::fill(s + end, s + rounded, kMinusInf<C>);
       } else {
-        finish_scores(h == tile.head ? head_rules : ScoreRules<C>(p, buffers, b, h), kind, i, keys.begin, begin, end, s,
+        finish_scores(h == tile.head ? head_rules : rules_of(h), kind, i, keys.begin, begin, end, s,
                       static_cast<C*>(nullptr), scratch.row);
       }
       softmax_row(s, begin, rounded, state.max + r, state.sum + r * n, state.out + r * ld_out, ld_out);
@@ -254,11 +326,12 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const TileS
       if (key_tile.value_scale != C{1} || state.value_scale[r] != C{1}) {
         match_value_scale(key_tile.value_scale, s, begin, end, state.value_scale + r, state.out + r * ld_out, ld_out);
       }
+      Products::round_weights(scratch, r, begin, end);
     }
   }
 
   if (head_rules.hides(kind)) v.isolate_bad();
-  add_tile_product(groups, group_count, scratch.scores, v, state.out, ld_out, ld_out / n, prefetcher);
+  Products::add_values(groups, group_count, scratch, v, state.out, ld_out, prefetcher);
   for (Index bad = 0; bad < v.bad_count; ++bad) {
     const Index j = v.bad[bad];
     for (Index r = 0; r < tile.size(); ++r) {
@@ -290,8 +363,10 @@ void write_rows(const ForwardPlan& plan, const Buffers& buffers, Index b, const 
 
 // The query tiles of a task against its part of the keys. A query tile is packed when its first key tile comes and
 // written after its last one, while its neighbours' rows are on their way through the caches.
-template <typename C>
+template <class Products>
 class ForwardTaskRun {
+  using C = typename Products::Number;
+
  public:
   ForwardTaskRun(const ForwardPlan& plan, const Buffers& buffers, std::size_t index, Workspace workspace)
       : plan_(plan),
@@ -323,7 +398,7 @@ class ForwardTaskRun {
                         .size = p_.value_dim,
                         .inner = tile.heads == 1 ? 0 : tile.rows,
                         .outer_stride = p_.out.head};
-      state.q = scratch_.q + row * p_.head_dim;
+      state.q = scratch_.q + row * plan.ld_q;
       state.out = scratch_.out + row * plan.ld_out;
       state.max = scratch_.max + row;
       state.value_scale = scratch_.value_scale + row;
@@ -339,7 +414,7 @@ class ForwardTaskRun {
   }
 
   void run() {
-    KeyTile<C> key_tiles[2];
+    KeyTile<Products> key_tiles[2];
     Index current = 0;
     find(all_.begin, 0, key_tiles[0]);
     key_tiles[0].pack_until(key_tiles[0].pieces());
@@ -364,7 +439,7 @@ class ForwardTaskRun {
   }
 
   // The first key tile from `index` on that a query tile sees, to be packed into the scratch memory's tile `slot`.
-  void find(Index index, Index slot, KeyTile<C>& key_tile) const {
+  void find(Index index, Index slot, KeyTile<Products>& key_tile) const {
     key_tile = {};
     for (; index < all_.end && key_tile.visits == 0; ++index) {
       key_tile.keys = {index * tile_k, std::min<Index>(seq_.k_len, (index + 1) * tile_k)};
@@ -385,11 +460,12 @@ class ForwardTaskRun {
     key_tile.index = index - 1;
     key_tile.k = key_rows(buffers_.k, p_.k, key_tile.keys, p_.head_dim);
     key_tile.kt = scratch_.kt[slot];
-    key_tile.v = RightRows<C>(key_rows(buffers_.v, p_.v, key_tile.keys, p_.value_dim), scratch_.v[slot], 0);
+    key_tile.v =
+        typename Products::Values(key_rows(buffers_.v, p_.v, key_tile.keys, p_.value_dim), scratch_.v[slot], 0);
   }
 
   // All query tiles that see the current key tile, while the next one is packed.
-  void visit(KeyTile<C>& current, KeyTile<C>& next) {
+  void visit(KeyTile<Products>& current, KeyTile<Products>& next) {
     if (current.v.magnitude >= kLargeValue<C>) {
       current.value_scale = kLargeValueScale<C>;
       current.v.scale(current.value_scale);
@@ -406,7 +482,7 @@ class ForwardTaskRun {
       if (t + 1 < task_.count && !tiles_[t + 1].begun)
         prefetcher.add(tiles_[t + 1].q_rows, 0, tiles_[t + 1].q_rows.count);
       if (last && plan_.splits == 1) prefetcher.add(state.out_rows, 0, state.out_rows.count);
-      prefetcher.start(steps_);
+      prefetcher.start(Products::steps());
       forward_tile(p_, buffers_, task_.sequence, state, current.kinds[t], current, scratch_, plan_.ld_out, prefetcher);
       if (last) end(t);
       next.pack_until(pieces);
@@ -417,7 +493,7 @@ class ForwardTaskRun {
     TileState<C>& state = tiles_[t];
     const Index size = state.tile.size();
     state.begun = true;
-    state.q_magnitude = pack_transposed<C>(state.q_rows, Scaling<C>(p_.scale).before, kBlockRows, state.q);
+    state.q_magnitude = Products::pack_queries(state.q_rows, p_.scale, state.q);
     std::fill_n(state.out, size * plan_.ld_out, C{0});
     std::fill_n(state.max, size, kMinusInf<C>);
     std::fill_n(state.value_scale, size, C{1});
@@ -450,13 +526,11 @@ class ForwardTaskRun {
   const PartialState<C> partial_;
   TileState<C> tiles_[max_tiles_per_task];
   Range all_{std::numeric_limits<Index>::max(), 0};  // key tiles that any query tile visits
-  // Steps of a prefetcher in forward_tile: most are in score_product.
-  const Index steps_ = kMaxGroups * ceil_div(tile_k, panel_width<C>());
 };
 
-template <typename C>
+template <class Products>
 void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t index, Workspace workspace) {
-  ForwardTaskRun<C>(plan, buffers, index, workspace).run();
+  ForwardTaskRun<Products>(plan, buffers, index, workspace).run();
 }
 
 // Merges the states of all parts of the keys, in their order, and writes the rows.
@@ -494,9 +568,22 @@ void merge_splits(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
 }
 
 void forward_any(const ForwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
-  plan.problem->dtype == HR_FLOAT64 ? forward_task<double>(plan, buffers, task, workspace)
-                                    : forward_task<float>(plan, buffers, task, workspace);
+  plan.problem->dtype == HR_FLOAT64 ? forward_task<VectorProducts<double>>(plan, buffers, task, workspace)
+                                    : forward_task<VectorProducts<float>>(plan, buffers, task, workspace);
 }
+
+#if HWY_TARGET == HWY_AVX3_DL
+void forward_amx(const ForwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
+  if (!plan.amx) return forward_any(plan, buffers, task, workspace);
+  const AmxScope scope;
+  forward_task<AmxProducts>(plan, buffers, task, workspace);
+}
+
+void add_amx(KernelTable& table) {
+  table.amx = true;
+  table.forward = forward_amx;
+}
+#endif
 
 void merge_any(const ForwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
   plan.problem->dtype == HR_FLOAT64 ? merge_splits<double>(plan, buffers, task, workspace)

@@ -70,10 +70,11 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   const Index lanes = wide ? kernels.lanes_f64 : kernels.lanes_f32;
   const std::size_t element = wide ? sizeof(double) : sizeof(float);
   const auto bytes = [&](Index elements) { return static_cast<std::size_t>(elements) * element; };
+  plan.amx = kernels.amx && p.dtype == HR_BFLOAT16;
+  plan.ld_q = plan.amx ? std::max<Index>(p.head_dim, 16) : p.head_dim;  // AMX: rows of a multiple of 64 bytes
   plan.ld_out = round_up(p.value_dim, lanes);
   const Index tile_rows = round_up(tile_q, kernels.rows);
-  const Index fitting =
-      1 * l2_cache_bytes() / static_cast<Index>(bytes(tile_rows * (p.head_dim + plan.ld_out + lanes)));
+  const Index fitting = 1 * l2_cache_bytes() / static_cast<Index>(bytes(tile_rows * (plan.ld_q + plan.ld_out + lanes)));
   const Index wanted = std::min(all_tiles * plan.splits / (tasks_per_thread * threads), fitting);
   plan.tiles_per_task = std::clamp<Index>(wanted, 1, max_tiles_per_task);
   for (Index b = 0; b < p.batch; ++b) {
@@ -109,8 +110,8 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
 
   const Index rows = plan.tiles_per_task * tile_rows;
   Arena arena;
-  plan.q = arena.add(bytes(rows * p.head_dim));
-  for (std::size_t& kt : plan.kt) kt = arena.add(bytes((tile_k + 2 * lanes) * p.head_dim));
+  plan.q = arena.add(bytes(rows * plan.ld_q));
+  for (std::size_t& kt : plan.kt) kt = arena.add(bytes((tile_k + 2 * lanes) * plan.ld_q));
   for (std::size_t& v : plan.v) v = arena.add(bytes(tile_k * round_up(p.value_dim, 2 * lanes)));
   plan.scores = arena.add(bytes(tile_rows * tile_stride));
   plan.out = arena.add(bytes(rows * plan.ld_out));
@@ -118,6 +119,7 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   plan.sum = arena.add(bytes(rows * lanes));
   plan.value_scale = arena.add(bytes(rows));
   plan.row = arena.add(bytes(tile_stride));
+  if (plan.amx) plan.weights = arena.add(bytes(tile_rows * tile_stride));
   plan.scratch_bytes = arena.bytes;
   if (plan.splits > 1) plan.partial_bytes = (bytes(rows * (plan.ld_out + 3)) + 63) / 64 * 64;
   return plan;

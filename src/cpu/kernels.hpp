@@ -42,9 +42,11 @@ struct ForwardPlan {
   Index tiles_per_task = 1;
   Index splits = 1;
   std::vector<ForwardTask> tasks;  // tasks of the splits of one group of query tiles stand together
-  Index ld_out = 0;                // row length of the output accumulator
+  bool amx = false;                // products on AMX tiles
+  Index ld_q = 0, ld_out = 0;      // row lengths of packed q and of the output accumulator
   // Offsets in a thread's scratch memory; of packed keys and values there are two tiles, a current and a next one.
   std::size_t q = 0, kt[2] = {}, v[2] = {}, scores = 0, out = 0, max = 0, sum = 0, value_scale = 0, row = 0;
+  std::size_t weights = 0;        // with AMX: rounded to bfloat16
   std::size_t scratch_bytes = 0;  // a thread
   std::size_t partial_bytes = 0;  // a task, where splits > 1
 
@@ -91,6 +93,7 @@ struct Workspace {
 struct KernelTable {
   Index lanes_f32 = 0, lanes_f64 = 0;  // elements of a vector
   Index rows = 0;                      // rows of a register block
+  bool amx = false;                    // the forward pass takes AMX tiles for bfloat16
 
   void (*forward)(const ForwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;
   // Merges the splits whose first task is given, and writes the rows.

@@ -13,6 +13,9 @@ namespace headrace::cpu::HWY_NAMESPACE {
 
 void add_forward(KernelTable& table);   // forward.cpp
 void add_backward(KernelTable& table);  // backward.cpp
+#if HWY_TARGET == HWY_AVX3_DL
+void add_amx(KernelTable& table);  // forward.cpp
+#endif
 
 const KernelTable& table() {
   static const KernelTable table = [] {
@@ -24,6 +27,17 @@ const KernelTable& table() {
   return table;
 }
 
+#if HWY_TARGET == HWY_AVX3_DL
+const KernelTable& amx_table() {
+  static const KernelTable with_amx = [] {
+    KernelTable t = table();
+    add_amx(t);
+    return t;
+  }();
+  return with_amx;
+}
+#endif
+
 }  // namespace headrace::cpu::HWY_NAMESPACE
 
 #if HWY_ONCE
@@ -32,7 +46,11 @@ const KernelTable& table() {
 #include <cstdlib>
 #include <iterator>
 
-#if HWY_ARCH_ARM
+#if HWY_ARCH_X86
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif HWY_ARCH_ARM
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -42,18 +60,33 @@ const KernelTable& table() {
 namespace headrace::cpu {
 namespace {
 
+#if HWY_ARCH_X86
+bool has_avx512_bf16() {
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512bitalg") &&
+         __builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("avx512vnni") &&
+         __builtin_cpu_supports("gfni");
+}
+
+// AMX with bfloat16, and Linux lets this process use its registers, which it must ask for.
+bool has_amx() {
+  static const bool granted = [] {
+    constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & amx_bf16) == 0 || (d & amx_tile) == 0) return false;
+    constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  }();
+  return granted;
+}
+#endif
+
 // Best first.
 constexpr Target targets[] = {
 #if HWY_ARCH_X86
-    {"avx512_bf16",
-     [] {
-       return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-              __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512bitalg") &&
-              __builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("avx512vnni") &&
-              __builtin_cpu_supports("gfni");
-     },
-     N_AVX3_DL::table},
+    {"amx", [] { return has_avx512_bf16() && has_amx(); }, N_AVX3_DL::amx_table},
+    {"avx512_bf16", has_avx512_bf16, N_AVX3_DL::table},
     {"avx512",
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -132,7 +132,7 @@ const StandardKernels& standard_kernels() {
   static const StandardKernels& chosen = []() -> const StandardKernels& {
     const std::string name = nlohmann::json::parse(info())["simd"]["chosen"];
 #if HWY_ARCH_X86
-    if (name == "avx512_bf16") return N_AVX3_DL::table();
+    if (name == "amx" || name == "avx512_bf16") return N_AVX3_DL::table();
     if (name == "avx512") return N_AVX3::table();
     if (name == "avx2") return N_AVX2::table();
     return N_SSE4::table();

@@ -14,10 +14,10 @@
 #undef HEADRACE_BEFORE_NAMESPACE
 #undef HEADRACE_ATTR
 #if HWY_TARGET == HWY_AVX3_DL  // avx512_bf16, see target.hpp
-#define HEADRACE_BEFORE_NAMESPACE()                 \
-  HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16") \
+#define HEADRACE_BEFORE_NAMESPACE()                                   \
+  HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16,amx-tile,amx-bf16") \
   static_assert(true, "For requiring trailing semicolon")
-#define HEADRACE_ATTR __attribute__((target(HWY_TARGET_STR ",avx512bf16")))
+#define HEADRACE_ATTR __attribute__((target(HWY_TARGET_STR ",avx512bf16,amx-tile,amx-bf16")))
 #else
 #define HEADRACE_BEFORE_NAMESPACE() HWY_BEFORE_NAMESPACE()
 #define HEADRACE_ATTR HWY_ATTR

@@ -36,13 +36,13 @@ struct GroupColumns {
   Index begin = 0, end = 0;
 };
 
-template <typename C>
+template <typename C, Index kRows = kBlockRows>
 HWY_INLINE GroupColumns group_columns(const Visibility& vis, TileKind kind, const QueryTile& tile, Index group,
                                       Index j0, Index keys) {
-  GroupColumns columns{.rows = std::min<Index>(kBlockRows, tile.size() - group * kBlockRows), .begin = 0, .end = keys};
+  GroupColumns columns{.rows = std::min<Index>(kRows, tile.size() - group * kRows), .begin = 0, .end = keys};
   if (kind != TileKind::edge) return columns;
   const bool one_head = tile.heads == 1;
-  const Index first = one_head ? tile.row + group * kBlockRows : tile.row;
+  const Index first = one_head ? tile.row + group * kRows : tile.row;
   const Range seen = vis.keys_of_rows({first, first + (one_head ? columns.rows : tile.rows)});
   columns.end = std::clamp<Index>(seen.end - j0, 0, keys);
   columns.begin = std::clamp<Index>(seen.begin - j0, 0, columns.end) / panel_width<C>() * panel_width<C>();
@@ -115,22 +115,37 @@ HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, I
   }
 }
 
-// The right operand of a product over rows (keys or queries): the caller's rows in packed panels. A
-// hidden pair has weight 0, but 0 * NaN is NaN: so where pairs are hidden, rows that are not finite are
-// replaced by zeros, listed, and added afterwards for the visible pairs alone.
+// The caller's rows as the right operand of a product over rows (keys or queries). A hidden pair has weight 0, but
+// 0 * NaN is NaN: so where pairs are hidden, packed rows that are not finite are replaced by zeros, listed here, and
+// added afterwards for the visible pairs alone.
 template <typename C>
-struct RightRows {
+struct HiddenRows {
   Rows source;
-  C* panels = nullptr;
-  C magnitude = 0;  // the largest one of the rows; NaN may be passed over
   bool isolated = false;
   Index bad_count = 0;
-  std::uint16_t bad[tile_k];
+  std::uint16_t bad[tile_k] = {};
+
+  void add(Index r) { bad[bad_count++] = static_cast<std::uint16_t>(r); }
+
+  // target[n] += weight * row r, from the caller's memory.
+  void add_bad(Index r, C weight, C* target) const {
+    for (Index n = 0; n < source.size; ++n) {
+      target[n] += weight * static_cast<C>(load_element(source.data, source.dtype, source.at(r) + n));
+    }
+  }
+};
+
+// The same, packed in panels.
+template <typename C>
+struct RightRows : HiddenRows<C> {
+  using HiddenRows<C>::source;
+  C* panels = nullptr;
+  C magnitude = 0;  // the largest one of the rows; NaN may be passed over
 
   RightRows() = default;
   // All rows packed, or none yet.
   RightRows(const Rows& rows, C* memory) : RightRows(rows, memory, 0) { pack(0, rows.count); }
-  RightRows(const Rows& rows, C* memory, Index /*none*/) : source(rows), panels(memory) {}
+  RightRows(const Rows& rows, C* memory, Index /*none*/) : HiddenRows<C>{rows}, panels(memory) {}
 
   void pack(Index begin, Index end) {
     magnitude = std::max(magnitude, pack_panels(source, begin, end, panel_width<C>(), panels));
@@ -153,8 +168,8 @@ struct RightRows {
 
   // Takes out the rows that are not finite. Needed for tiles with hidden elements only.
   void isolate_bad() {
-    if (isolated) return;
-    isolated = true;
+    if (this->isolated) return;
+    this->isolated = true;
     const Index width = panel_width<C>();
     for (Index r = 0; r < source.count; ++r) {
       bool finite = true;
@@ -162,17 +177,10 @@ struct RightRows {
         finite = finite && all_finite(panels + c * source.count + r * width, std::min(width, source.size - c));
       }
       if (finite) continue;
-      bad[bad_count++] = static_cast<std::uint16_t>(r);
+      this->add(r);
       for (Index c = 0; c < source.size; c += width) {
         std::fill_n(panels + c * source.count + r * width, std::min(width, source.size - c), C{0});
       }
-    }
-  }
-
-  // target[n] += weight * row r, from the caller's memory.
-  void add_bad(Index r, C weight, C* target) const {
-    for (Index n = 0; n < source.size; ++n) {
-      target[n] += weight * static_cast<C>(load_element(source.data, source.dtype, source.at(r) + n));
     }
   }
 };

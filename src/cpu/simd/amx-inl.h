@@ -1,0 +1,321 @@
+// The products of bfloat16 on AMX tiles: 8 registers of 16 rows x 64 bytes, and an instruction that multiplies 16 x 32
+// by 32 x 16 elements and adds in float32. Left operands lie row by row; of right ones, the two elements of a pair
+// along the sum lie side by side. The instruction takes subnormal operands and results as zero.
+#if defined(HEADRACE_CPU_SIMD_AMX_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef HEADRACE_CPU_SIMD_AMX_INL_H_
+#undef HEADRACE_CPU_SIMD_AMX_INL_H_
+#else
+#define HEADRACE_CPU_SIMD_AMX_INL_H_
+#endif
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/kernels.hpp"
+#include "cpu/simd/attributes-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/tile_config.hpp"
+#include "describe/element.hpp"
+#include "hwy/highway.h"
+
+#if HWY_TARGET == HWY_AVX3_DL  // avx512_bf16, see target.hpp; whether the processor has AMX is asked at run time
+
+HEADRACE_BEFORE_NAMESPACE();
+namespace headrace::cpu::HWY_NAMESPACE {
+
+inline constexpr Index kAmxRows = 16;   // of a tile register: rows, columns of a result, pairs of a right operand
+inline constexpr Index kAmxDepth = 32;  // elements of a sum that one instruction takes
+inline constexpr Index kAmxTile = kAmxRows * kAmxDepth;  // elements of a tile
+// Distance of two rows of weights, in elements: one line more than the tile, for the sets of the L1 cache.
+inline constexpr Index amx_weight_stride = tile_k + kAmxDepth;
+
+// Configures all tile registers as 16 rows of 64 bytes while it lives.
+class AmxScope {
+ public:
+  AmxScope() {
+    struct alignas(64) Config {
+      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      std::uint16_t row_bytes[16] = {};
+      std::uint8_t rows[16] = {};
+    } config;
+    std::fill_n(config.row_bytes, 8, std::uint16_t{64});
+    std::fill_n(config.rows, 8, std::uint8_t{kAmxRows});
+    _tile_loadconfig(&config);
+  }
+  ~AmxScope() { _tile_release(); }
+  AmxScope(const AmxScope&) = delete;
+  AmxScope& operator=(const AmxScope&) = delete;
+};
+
+// 32 elements of a row from column `first` on; zeros behind its end.
+HWY_INLINE __m512i amx_load(const BFloat16* row, Index first, Index size) {
+  const Index left = size - first;
+  const __mmask32 mask = left >= kAmxDepth ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+  return _mm512_maskz_loadu_epi16(mask, row + first);
+}
+
+// The largest magnitude among elements; NaN is passed over.
+class AmxMagnitude {
+ public:
+  AmxMagnitude() : largest_(_mm512_setzero_si512()) {}
+  HWY_INLINE void see(__m512i x) {
+    const __m512i infinity = _mm512_set1_epi16(0x7F80);
+    const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF));
+    largest_ =
+        _mm512_max_epu16(largest_, _mm512_maskz_mov_epi16(_mm512_cmple_epu16_mask(magnitude, infinity), magnitude));
+  }
+  [[nodiscard]] float value() const {
+    alignas(64) BFloat16 elements[kAmxDepth];
+    _mm512_store_si512(elements, largest_);
+    double largest = 0;
+    for (const BFloat16 x : elements) largest = std::max(largest, static_cast<double>(x));
+    return static_cast<float>(largest);
+  }
+
+ private:
+  __m512i largest_;
+};
+
+// Left operand: tile (r / 16, k / 32) of element (r, k) at ((r / 16) * depth_tiles + k / 32) * kAmxTile.
+HWY_NOINLINE float amx_pack_left(const Rows& rows, BFloat16* dst) {
+  const auto* data = static_cast<const BFloat16*>(rows.data);
+  const Index depth_tiles = ceil_div(rows.size, kAmxDepth);
+  AmxMagnitude magnitude;
+  for (Index r = 0; r < rows.count; ++r) {
+    BFloat16* target = dst + r / kAmxRows * depth_tiles * kAmxTile + r % kAmxRows * kAmxDepth;
+    for (Index k = 0; k < rows.size; k += kAmxDepth, target += kAmxTile) {
+      const __m512i x = amx_load(data + rows.at(r), k, rows.size);
+      magnitude.see(x);
+      _mm512_storeu_si512(target, x);
+    }
+  }
+  return magnitude.value();
+}
+
+// 16 x 16 pairs, transposed.
+HWY_INLINE void amx_transpose(__m512i (&row)[16]) {
+  __m512i t[16];
+  HEADRACE_UNROLL
+  for (int i = 0; i < 16; i += 4) {  // blocks of four rows and four pairs
+    const __m512i a = _mm512_unpacklo_epi32(row[i], row[i + 1]), b = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+    const __m512i c = _mm512_unpacklo_epi32(row[i + 2], row[i + 3]), d = _mm512_unpackhi_epi32(row[i + 2], row[i + 3]);
+    t[i] = _mm512_unpacklo_epi64(a, c), t[i + 1] = _mm512_unpackhi_epi64(a, c);
+    t[i + 2] = _mm512_unpacklo_epi64(b, d), t[i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+  HEADRACE_UNROLL
+  for (int i = 0; i < 4; ++i) {  // then the blocks: t[i], t[i + 4], ... hold pair i of each block of pairs
+    const __m512i a = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xDD);
+    const __m512i c = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88),
+                  d = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xDD);
+    row[i] = _mm512_shuffle_i32x4(a, c, 0x88), row[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
+    row[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), row[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
+  }
+}
+
+// Right operand of q . k: rows [begin, end) of the keys, begin a multiple of 16, in tiles (row / 16, k / 32); pair k /
+// 2 of the keys of a tile is its row k / 2 % 16. Missing keys are zeros.
+HWY_NOINLINE float amx_pack_keys(const Rows& rows, Index begin, Index end, BFloat16* dst) {
+  const auto* data = static_cast<const BFloat16*>(rows.data);
+  const Index depth_tiles = ceil_div(rows.size, kAmxDepth);
+  AmxMagnitude magnitude;
+  for (Index first = begin; first < end; first += kAmxRows) {
+    BFloat16* target = dst + first / kAmxRows * depth_tiles * kAmxTile;
+    for (Index k = 0; k < rows.size; k += kAmxDepth, target += kAmxTile) {
+      __m512i row[16];
+      for (Index r = 0; r < kAmxRows; ++r) {
+        row[r] = first + r < end ? amx_load(data + rows.at(first + r), k, rows.size) : _mm512_setzero_si512();
+        magnitude.see(row[r]);
+      }
+      amx_transpose(row);
+      for (Index r = 0; r < kAmxRows; ++r) _mm512_storeu_si512(target + r * kAmxDepth, row[r]);
+    }
+  }
+  return magnitude.value();
+}
+
+// Right operand of weights . v, like RightRows: tile (row / 32, column / 16), whose row r holds the pairs of v's rows 2
+// r and 2 r + 1. Missing rows are zeros.
+struct AmxRightRows : HiddenRows<float> {
+  BFloat16* tiles = nullptr;
+  float magnitude = 0;
+
+  AmxRightRows() = default;
+  AmxRightRows(const Rows& rows, float* memory, Index /*none*/)
+      : HiddenRows<float>{rows}, tiles(reinterpret_cast<BFloat16*>(memory)) {}
+
+  [[nodiscard]] Index column_tiles() const { return ceil_div(source.size, kAmxRows); }
+  // Element (r, c) of the packed rows.
+  [[nodiscard]] BFloat16& at(Index r, Index c) const {
+    return tiles[(r / kAmxDepth * column_tiles() + c / kAmxRows) * kAmxTile + r / 2 % kAmxRows * kAmxDepth +
+                 c % kAmxRows * 2 + r % 2];
+  }
+
+  // begin is a multiple of 16.
+  HWY_NOINLINE void pack(Index begin, Index end) {
+    const auto* data = static_cast<const BFloat16*>(source.data);
+    const Index padded = end == source.count ? round_up(end, kAmxDepth) : end;
+    AmxMagnitude seen;
+    for (Index r = begin; r < padded; r += 2) {
+      for (Index c = 0; c < source.size; c += kAmxRows) {
+        const Index left = source.size - c;
+        const __mmask16 mask = left >= kAmxRows ? ~__mmask16{0} : static_cast<__mmask16>((1u << left) - 1);
+        const auto load = [&](Index row) HEADRACE_ATTR {
+          return row < end ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, data + source.at(row) + c))
+                           : _mm512_setzero_si512();
+        };
+        const __m512i pairs = _mm512_or_si512(load(r), _mm512_slli_epi32(load(r + 1), 16));
+        seen.see(pairs);
+        _mm512_storeu_si512(&at(r, c), pairs);
+      }
+    }
+    magnitude = std::max(magnitude, seen.value());
+  }
+
+  void scale(float factor) {
+    for (Index r = 0; r < source.count; ++r) {
+      for (Index c = 0; c < source.size; ++c) {
+        at(r, c) = BFloat16(static_cast<double>(at(r, c)) * static_cast<double>(factor));
+      }
+    }
+  }
+
+  // Takes out the rows that are not finite. Needed for tiles with hidden elements only.
+  void isolate_bad() {
+    if (isolated) return;
+    isolated = true;
+    const auto* data = static_cast<const BFloat16*>(source.data);
+    for (Index r = 0; r < source.count; ++r) {
+      __mmask32 infinite = 0;
+      for (Index c = 0; c < source.size; c += kAmxDepth) {
+        const __m512i exponent = _mm512_set1_epi16(0x7F80);
+        const __m512i bits = _mm512_and_si512(amx_load(data + source.at(r), c, source.size), exponent);
+        infinite |= _mm512_cmpeq_epi16_mask(bits, exponent);
+      }
+      if (infinite == 0) continue;
+      add(r);
+      for (Index c = 0; c < source.size; ++c) at(r, c) = BFloat16();
+    }
+  }
+};
+
+// amx_score_product in double, slowly, and times the scale.
+HWY_NOINLINE void amx_score_product_wide(const GroupColumns* groups, Index group_count, Index depth,
+                                         const BFloat16* left, const BFloat16* right, double scale, float* scores) {
+  const Index depth_tiles = ceil_div(depth, kAmxDepth);
+  for (Index g = 0; g < group_count; ++g) {
+    for (Index r = 0; r < groups[g].rows; ++r) {
+      for (Index c = groups[g].begin; c < groups[g].end; ++c) {
+        double sum = 0.0;
+        for (Index k = 0; k < depth; ++k) {
+          const Index tile = k / kAmxDepth, in_tile = k % kAmxDepth;
+          sum += static_cast<double>(left[(g * depth_tiles + tile) * kAmxTile + r * kAmxDepth + in_tile]) *
+                 static_cast<double>(right[(c / kAmxRows * depth_tiles + tile) * kAmxTile + in_tile / 2 * kAmxDepth +
+                                           c % kAmxRows * 2 + in_tile % 2]);
+        }
+        scores[(g * kAmxRows + r) * tile_stride + c] = static_cast<float>(scale * sum);
+      }
+    }
+  }
+}
+
+// scores[r][c] = left row r . right row c for the columns that each group of 16 rows, at most 3, needs. One right tile
+// is loaded for all groups: 4 loads for 3 products, which take longer.
+HWY_NOINLINE void amx_score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth,
+                                    const BFloat16* left, const BFloat16* right, float* scores,
+                                    Prefetcher& prefetcher) {
+  const Index depth_tiles = ceil_div(depth, kAmxDepth);
+  const Index group = depth_tiles * kAmxTile;
+  constexpr int stride = kAmxDepth * sizeof(BFloat16), score_stride = tile_stride * sizeof(float);
+  for (Index c = 0; c < keys; c += kAmxRows) {
+    const auto needed = [&](Index g) { return g < group_count && c < groups[g].end && c + kAmxRows > groups[g].begin; };
+    const bool needed0 = needed(0), needed1 = needed(1), needed2 = needed(2);
+    if (!needed0 && !needed1 && !needed2) continue;
+    prefetcher.step();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    const BFloat16* b = right + c / kAmxRows * group;
+    const BFloat16* a = left;
+    for (Index k = 0; k < depth_tiles; ++k, a += kAmxTile, b += kAmxTile) {
+      _tile_loadd(6, b, stride);
+      if (needed0) {
+        _tile_loadd(3, a, stride);
+        _tile_dpbf16ps(0, 3, 6);
+      }
+      if (needed1) {
+        _tile_loadd(4, a + group, stride);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if (needed2) {
+        _tile_loadd(5, a + 2 * group, stride);
+        _tile_dpbf16ps(2, 5, 6);
+      }
+    }
+    float* target = scores + c;
+    if (needed0) _tile_stored(0, target, score_stride);
+    if (needed1) _tile_stored(1, target + kAmxRows * tile_stride, score_stride);
+    if (needed2) _tile_stored(2, target + 2 * kAmxRows * tile_stride, score_stride);
+  }
+}
+
+// A row of weights s[begin, end), rounded to bfloat16; zeros to the next multiple of 32. begin is one.
+HWY_INLINE void amx_round_weights(const float* s, Index begin, Index end, BFloat16* weights) {
+  for (Index c = begin; c < end; c += kAmxDepth) {
+    const auto load = [&](Index first) HEADRACE_ATTR {
+      const Index left = std::clamp<Index>(end - first, 0, kAmxRows);
+      return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), s + first);
+    };
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(load(c + kAmxRows), load(c));
+    __builtin_memcpy(static_cast<void*>(weights + c), &rounded, sizeof(rounded));
+  }
+}
+
+// target[row] += sum over columns c of weights[row][c] * v row c, for the columns that each group of 16 rows needs.
+HWY_NOINLINE void amx_add_product(const GroupColumns* groups, Index group_count, const BFloat16* weights,
+                                  const AmxRightRows& v, float* target, Index target_stride, Prefetcher& prefetcher) {
+  const Index column_tiles = v.column_tiles();
+  constexpr int stride = kAmxDepth * sizeof(BFloat16), weight_stride = amx_weight_stride * sizeof(BFloat16);
+  const Index out_stride = target_stride * static_cast<Index>(sizeof(float));
+  Range needed{tile_k, 0};
+  for (Index g = 0; g < group_count; ++g) {
+    if (groups[g].begin >= groups[g].end) continue;
+    needed = {std::min(needed.begin, groups[g].begin / kAmxDepth),
+              std::max(needed.end, ceil_div(groups[g].end, kAmxDepth))};
+  }
+  for (Index column = 0; column < column_tiles; ++column) {
+    prefetcher.step();
+    float* out = target + column * kAmxRows;
+    _tile_loadd(0, out, out_stride);
+    if (group_count > 1) _tile_loadd(1, out + kAmxRows * target_stride, out_stride);
+    if (group_count > 2) _tile_loadd(2, out + 2 * kAmxRows * target_stride, out_stride);
+    for (Index k = needed.begin; k < needed.end; ++k) {
+      const auto sees = [&](Index g) {
+        return g < group_count && k * kAmxDepth < groups[g].end && (k + 1) * kAmxDepth > groups[g].begin;
+      };
+      const BFloat16* a = weights + k * kAmxDepth;
+      _tile_loadd(6, v.tiles + (k * column_tiles + column) * kAmxTile, stride);
+      if (sees(0)) {
+        _tile_loadd(3, a, weight_stride);
+        _tile_dpbf16ps(0, 3, 6);
+      }
+      if (sees(1)) {
+        _tile_loadd(4, a + kAmxRows * amx_weight_stride, weight_stride);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if (sees(2)) {
+        _tile_loadd(5, a + 2 * kAmxRows * amx_weight_stride, weight_stride);
+        _tile_dpbf16ps(2, 5, 6);
+      }
+    }
+    _tile_stored(0, out, out_stride);
+    if (group_count > 1) _tile_stored(1, out + kAmxRows * target_stride, out_stride);
+    if (group_count > 2) _tile_stored(2, out + 2 * kAmxRows * target_stride, out_stride);
+  }
+}
+
+}  // namespace headrace::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // HWY_TARGET
+
+#endif  // include guard
