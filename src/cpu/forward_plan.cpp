@@ -74,7 +74,8 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   plan.ld_q = plan.amx ? std::max<Index>(p.head_dim, 16) : p.head_dim;  // AMX: rows of a multiple of 64 bytes
   plan.ld_out = round_up(p.value_dim, lanes);
   const Index tile_rows = round_up(tile_q, kernels.rows);
-  const Index fitting = 1 * l2_cache_bytes() / static_cast<Index>(bytes(tile_rows * (plan.ld_q + plan.ld_out + lanes)));
+  const Index fitting =
+      task_state_l2 * l2_cache_bytes() / static_cast<Index>(bytes(tile_rows * (plan.ld_q + plan.ld_out + lanes)));
   const Index wanted = std::min(all_tiles * plan.splits / (tasks_per_thread * threads), fitting);
   plan.tiles_per_task = std::clamp<Index>(wanted, 1, max_tiles_per_task);
   for (Index b = 0; b < p.batch; ++b) {
