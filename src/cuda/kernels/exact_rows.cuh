@@ -11,8 +11,8 @@
 namespace headrace::cuda {
 
 constexpr int kRowsOfWarp = 16, kColumnsOfLane = VALUE_DIM / 32;
-// p is at most 2^-64, so that sums of p v cannot overflow.
-constexpr float kSafeOffset = -64.0f;
+// Values from 2^64 on are summed times 2^-64: sums of p v could overflow where their mean does not.
+constexpr float kLargeValue = 0x1p64f, kLargeValueScale = 0x1p-64f;
 
 // Where a chunk of VALUE_DIM columns of a row of out begins.
 __device__ inline float* row_of_out(const HopperSplitForwardParams& p, const Tile& tile, int chunk, int row) {
@@ -26,13 +26,23 @@ __device__ inline void write_lse(const Params& p, const Tile& tile, int row, flo
 }
 
 __device__ inline double double_infinity() { return __longlong_as_double(0x7FF0000000000000LL); }
-__device__ inline float exact_exponential(double difference, float offset) {
-  return ptx::exp2(static_cast<float>(difference * 1.4426950408889634 + static_cast<double>(offset)));
+__device__ inline float exact_exponential(double difference) {
+  return ptx::exp2(static_cast<float>(difference * 1.4426950408889634));
 }
-// sum * inverse. An average of finite values is finite, also where its rounding would not be.
-__device__ inline float average(float sum, float inverse) {
+// The largest magnitude of the values of these keys; NaN may be passed over. The same in all lanes.
+__device__ inline float largest_value(const SplitTensor& v, int batch, int head, Range keys) {
+  const SplitGroup* groups = v.groups + (static_cast<long long>(batch) * v.heads + head) * v.groups_of_head;
+  float largest = 0.0f;
+  for (int n = keys.begin / kKeys + lane_of_thread(); n < ceil_div(keys.end, kKeys); n += 32)
+    largest = fmaxf(largest, groups[n].largest);
+  for (int distance = 16; distance > 0; distance /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+  return largest;
+}
+// sum * inverse / scale. An average of finite values is finite, also where its rounding would not be.
+__device__ inline float average(float sum, float inverse, float scale) {
   constexpr float kLargest = 3.40282347e38f;
-  const float x = sum * inverse;
+  const float x = sum * inverse / scale;
   return DROPOUT || !(fabsf(sum) <= kLargest) ? x : fminf(fmaxf(x, -kLargest), kLargest);
 }
 __device__ inline double exact_score(const Params& p, const Tile& tile, float slope, double product, int i, int j) {
@@ -55,12 +65,13 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
   const float* v = p.v.from + tile.b * p.v.batch_stride + head_kv * p.v.head_stride + chunk * VALUE_DIM;
   const Visibility vis = visibility(forward, tile);
   const Range keys = vis.keys_of_rows({row0, row0 + count});
+  const float value_scale = largest_value(p.v, tile.b, head_kv, keys) < kLargeValue ? 1.0f : kLargeValueScale;
   double top[kRowsOfWarp];
   float sum[kRowsOfWarp], out[kRowsOfWarp][kColumnsOfLane];
 #pragma unroll
   for (int r = 0; r < kRowsOfWarp; ++r) {
     top[r] = SINKS ? static_cast<double>(forward.sinks[h * forward.sinks_stride]) : -double_infinity();
-    sum[r] = SINKS && lane == 0 && top[r] != -double_infinity() ? ptx::exp2(kSafeOffset) : 0.0f;
+    sum[r] = SINKS && lane == 0 && top[r] != -double_infinity() ? 1.0f : 0.0f;
 #pragma unroll
     for (int c = 0; c < kColumnsOfLane; ++c) out[r][c] = 0.0f;
   }
@@ -91,9 +102,9 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
       for (int distance = 16; distance > 0; distance /= 2)
         highest = fmax(highest, __shfl_xor_sync(~0u, highest, distance));
       const double raised = fmax(top[r], highest);
-      const float kept = raised == -double_infinity() ? 1.0f : exact_exponential(top[r] - raised, 0.0f);
+      const float kept = raised == -double_infinity() ? 1.0f : exact_exponential(top[r] - raised);
       top[r] = raised;
-      weight[r] = score == -double_infinity() ? 0.0f : exact_exponential(score - raised, kSafeOffset);
+      weight[r] = score == -double_infinity() ? 0.0f : exact_exponential(score - raised);
       sum[r] = fmaf(sum[r], kept, weight[r]);
       if constexpr (DROPOUT) {
         const Dropout dropout{0.0, forward.seed};
@@ -110,7 +121,9 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
 #pragma unroll
       for (int c = 0; c < kColumnsOfLane; ++c) {
         const int column = lane + 32 * c;
-        value[c] = chunk * VALUE_DIM + column < forward.value_dim ? v[(begin + n) * p.v.row_stride + column] : 0.0f;
+        value[c] = chunk * VALUE_DIM + column < forward.value_dim
+                       ? value_scale * v[(begin + n) * p.v.row_stride + column]
+                       : 0.0f;
       }
 #pragma unroll
       for (int r = 0; r < kRowsOfWarp; ++r) {
@@ -136,9 +149,9 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
     for (int c = 0; c < kColumnsOfLane; ++c) {
       const int column = lane + 32 * c;
       if (chunk * VALUE_DIM + column < forward.value_dim)
-        row_of_out(p, tile, chunk, row0 + r)[column] = average(out[r][c], inverse);
+        row_of_out(p, tile, chunk, row0 + r)[column] = average(out[r][c], inverse, value_scale);
     }
-    const double log_sum = (static_cast<double>(ptx::log2(total)) - kSafeOffset) * 0.6931471805599453;
+    const double log_sum = static_cast<double>(log2_of(total)) * 0.6931471805599453;
     if (lane == 0 && chunk == 0)
       write_lse(forward, tile, row0 + r, total == 0.0f ? minus_infinity() : static_cast<float>(top[r] + log_sum));
   }

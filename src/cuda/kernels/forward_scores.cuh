@@ -42,6 +42,13 @@ __device__ inline float tanh_of(float x) {
   return square < 0.25f ? x * ratio : copysignf(far, x);
 }
 
+// log2 of a positive normal number, to an absolute 2^-22 before its rounding: the instruction is as exact only near 1.
+__device__ inline float log2_of(float x) {
+  const int exponent = (__float_as_int(x) >> 23) - 127;
+  const float mantissa = __int_as_float(__float_as_int(x) - (exponent << 23));
+  return x - x == 0.0f ? static_cast<float>(exponent) + ptx::log2(mantissa) : x;
+}
+
 // A thread's rows of a tile.
 struct ThreadRows {
   Tile tile;

@@ -379,7 +379,7 @@ struct Consumer {
       if constexpr (DROPOUT) inverse[r] *= forward.dropout_kept;
       if (chunk == 0 && (lane & 3) == 0)
         write_lse(forward, rows.tile, rows.row[r],
-                  total == 0.0f ? minus_infinity() : (top + (ptx::log2(total) - kOffset)) * kLn2);
+                  total == 0.0f ? minus_infinity() : (top + (log2_of(total) - kOffset)) * kLn2);
     }
 #pragma unroll
     for (int e = 0; e < VALUE_DIM / 2; ++e) {
