@@ -274,6 +274,7 @@ HWY_NOINLINE C pack_transposed(const Rows& rows, Index begin, Index end, C facto
       Index packed = 0;
       if constexpr (most > 1) {
         if (together > 1) packed = rows.size / 4 * 4;
+        // NOLINTNEXTLINE(bugprone-branch-clone): they are the same where a vector has 128 bits
         if (together == most) {
           magnitude = std::max(magnitude, transpose_all(Wide<C>(), row, rows.size, factor, target, group));
         } else if (together == 4) {
