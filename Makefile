@@ -37,6 +37,11 @@ build/release/build.ninja: CMakePresets.json
 install: build ## install to PREFIX (/usr/local)
 	cmake --install build/release --prefix $(or $(PREFIX),/usr/local)
 
+.PHONY: wheel
+wheel: ## build the Python wheel (build/wheel)
+	@scripts/setup.sh build wheel
+	scripts/build_wheel.sh
+
 .PHONY: format
 format: ## format all sources
 	clang-format-14 -i $(sources)

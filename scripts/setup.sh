@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# setup.sh GROUP...: installs what is missing of the groups build, test and ci of packages.txt. It needs
+# setup.sh GROUP...: installs what is missing of the groups build, test, ci and wheel of packages.txt. It needs
 # root only if a Debian package is missing, and asks no question. Python packages (NVIDIA's compiler for GPU
 # kernels, and its disassembler) go to build/tools and nowhere else; without them everything builds, but
 # kernels are compiled at run time.

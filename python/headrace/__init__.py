@@ -1,0 +1,35 @@
+"""Headrace: exact, IO-aware attention for NumPy, PyTorch and whatever else speaks DLPack.
+
+    import headrace as hr
+    out = hr.attention(q, k, v, causal=True)                # [batch, seqlen, heads, dim]
+
+`headrace.torch` has the same with autograd and torch.compile.
+"""
+
+from ._abi import api as _api
+from ._attention import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    dropout_mask,
+    merge_states,
+)
+from ._block_mask import BlockMask
+from ._options import Options
+from ._plan import Plan, explain, info
+
+__version__: str = _api.hr_version().decode()
+__all__ = [
+    "BlockMask",
+    "Options",
+    "Plan",
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "dropout_mask",
+    "explain",
+    "info",
+    "merge_states",
+]

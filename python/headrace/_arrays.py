@@ -1,0 +1,166 @@
+"""Arrays of callers: NumPy, PyTorch, and whatever else speaks DLPack, as the library sees them.
+
+A class for each kind gives the address, shape, strides and dtype of an array, allocates results, and says where the
+call runs. Every array of a call must be of the kind and on the device of the first.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from . import _abi
+
+_PAD = ((0,) * 4, (0,) * 3, (0,) * 2, (0,), ())
+_ALLOWED = "float32, float16, bfloat16, float64, bool or int32"
+
+
+def _check_ndim(name: str, ndim: int) -> None:
+    if not 1 <= ndim <= 4:
+        raise ValueError(f"{name}: has {ndim} dimensions; it must have 1 to 4")
+
+
+class NumpyArrays:
+    """NumPy arrays; bfloat16 is that of ml_dtypes."""
+
+    device, device_index, stream, threads = _abi.DEVICE["cpu"], 0, 0, 0
+    code = {
+        np.dtype(np.float32): _abi.FLOAT32,
+        np.dtype(np.float16): _abi.FLOAT16,
+        np.dtype(np.float64): _abi.FLOAT64,
+        np.dtype(np.bool_): _abi.BOOL,
+        np.dtype(np.int32): _abi.INT32,
+        np.dtype(np.int64): _abi.INT64,
+    }
+    native = {code: dtype for dtype, code in code.items()}
+
+    def pack(self, name: str, array: Any, buffer: bytearray, offset: int, rows: bool) -> Any:
+        """Writes the hr_tensor of `array` to `buffer`. Returns what must stay alive during the call: the array, or
+        a copy where its layout is none that the library reads. `rows`: the last dimension must be contiguous."""
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{name}: is a {type(array).__name__}; it must be a NumPy array, as the first argument is")
+        dtype, ndim = array.dtype, array.ndim
+        code = self.code.get(dtype)
+        if code is None:
+            code = self._bfloat16(name, dtype)
+        _check_ndim(name, ndim)
+        itemsize = dtype.itemsize
+        for stride in array.strides:
+            if stride % itemsize:  # a field of a structured array
+                array = array.copy()
+                break
+        if not array.flags.aligned or (rows and array.strides[-1] != itemsize and array.shape[-1] > 1):
+            array = array.copy()
+        pad = _PAD[ndim]
+        _abi.TENSOR.pack_into(
+            buffer,
+            offset,
+            array.__array_interface__["data"][0],
+            *array.shape,
+            *pad,
+            *[stride // itemsize for stride in array.strides],
+            *pad,
+            ndim,
+            code,
+        )
+        return array
+
+    def empty(self, shape: tuple[int, ...], code: int) -> Any:
+        return np.empty(shape, self.native[code])
+
+    def host(self, name: str, array: Any) -> np.ndarray:
+        return np.asarray(array)
+
+    def result(self, array: Any) -> Any:
+        return array
+
+    def _bfloat16(self, name: str, dtype: np.dtype) -> int:
+        if dtype.name != "bfloat16":
+            raise TypeError(f"{name}: dtype is {dtype}; it must be {_ALLOWED}, in native byte order")
+        self.code[dtype] = _abi.BFLOAT16
+        self.native[_abi.BFLOAT16] = dtype
+        return _abi.BFLOAT16
+
+
+class ForeignArrays(NumpyArrays):
+    """Arrays of other libraries in the memory of the CPU, as JAX's: read in place, results copied to their kind."""
+
+    def __init__(self, first: Any) -> None:
+        self.namespace = first.__array_namespace__()
+
+    def pack(self, name: str, array: Any, buffer: bytearray, offset: int, rows: bool) -> Any:
+        if not hasattr(array, "__dlpack__"):
+            raise TypeError(f"{name}: is a {type(array).__name__}; it must be an array of the kind of the first argument")
+        if array.__dlpack_device__()[0] != 1:
+            raise ValueError(f"{name}: is not in the memory of the CPU, where the first argument is")
+        return super().pack(name, np.asarray(array), buffer, offset, rows)
+
+    def result(self, array: Any) -> Any:
+        return self.namespace.asarray(array)
+
+
+class TorchArrays:
+    """PyTorch tensors on one device: the CPU, with as many threads as PyTorch uses, or a CUDA device, where the call
+    is queued on PyTorch's current stream."""
+
+    code: dict[Any, int] = {}
+    native: dict[int, Any] = {}
+
+    def __init__(self, torch: Any, name: str, first: Any) -> None:
+        self.torch, self.where = torch, first.device
+        if not self.code:
+            names = ["float32", "float16", "bfloat16", "float64", "bool", "int32", "int64"]
+            self.native.update({code: getattr(torch, name) for code, name in enumerate(names)})
+            self.code.update({dtype: code for code, dtype in self.native.items()})
+        if first.is_cpu:
+            self.device, self.device_index, self.stream = _abi.DEVICE["cpu"], 0, 0
+            self.threads = min(torch.get_num_threads(), 1024)
+        elif first.is_cuda:
+            self.device, self.device_index, self.threads = _abi.DEVICE["cuda"], first.device.index, 0
+            self.stream = torch.cuda.current_stream(self.where).cuda_stream
+        else:
+            raise ValueError(f"{name}: is on device {self.where}; it must be on cpu or cuda")
+
+    def pack(self, name: str, array: Any, buffer: bytearray, offset: int, rows: bool) -> Any:
+        if not isinstance(array, self.torch.Tensor):
+            raise TypeError(f"{name}: is a {type(array).__name__}; it must be a torch.Tensor, as the first argument is")
+        code = self.code.get(array.dtype)
+        if code is None:
+            raise TypeError(f"{name}: dtype is {array.dtype}; it must be {_ALLOWED}")
+        if array.device != self.where:
+            raise ValueError(f"{name}: is on device {array.device}, the first argument on {self.where}; they must be equal")
+        ndim = array.ndim
+        _check_ndim(name, ndim)
+        stride = array.stride()
+        if rows and stride[-1] != 1 and array.shape[-1] > 1:
+            # contiguous() would leave the strides of an array without elements as they are.
+            array = array.clone(memory_format=self.torch.contiguous_format)
+            stride = array.stride()
+        pad = _PAD[ndim]
+        _abi.TENSOR.pack_into(buffer, offset, array.data_ptr(), *array.shape, *pad, *stride, *pad, ndim, code)
+        return array
+
+    def empty(self, shape: tuple[int, ...], code: int) -> Any:
+        return self.torch.empty(shape, dtype=self.native[code], device=self.where)
+
+    def host(self, name: str, array: Any) -> np.ndarray:
+        return array.detach().cpu().numpy() if isinstance(array, self.torch.Tensor) else np.asarray(array)
+
+    def result(self, array: Any) -> Any:
+        return array
+
+
+def arrays_of(name: str, first: Any) -> NumpyArrays | TorchArrays:
+    """What handles the arrays of a call whose first one is `first`; TypeError if nothing does."""
+    if isinstance(first, np.ndarray):
+        return NumpyArrays()
+    torch = sys.modules.get("torch")  # nobody has a tensor without it
+    if torch is not None and isinstance(first, torch.Tensor):
+        return TorchArrays(torch, name, first)
+    if hasattr(first, "__dlpack__") and hasattr(first, "__array_namespace__"):
+        return ForeignArrays(first)
+    raise TypeError(
+        f"{name}: is a {type(first).__name__}; it must be a NumPy array, a torch.Tensor or another array with DLPack"
+    )

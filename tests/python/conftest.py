@@ -1,0 +1,27 @@
+"""Fresh seeds: each test draws from a generator of its own, and a failure prints what repeats it."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+
+SEED = int(os.environ.get("HEADRACE_TEST_SEED", random.SystemRandom().getrandbits(32)))
+SCALE = float(os.environ.get("HEADRACE_TEST_SCALE", 1))
+
+
+def pytest_report_header():
+    return f"HEADRACE_TEST_SEED={SEED}"
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng([SEED, *request.node.nodeid.encode()])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        report.sections.append(("seed", f"HEADRACE_TEST_SEED={SEED}"))
+    return report
