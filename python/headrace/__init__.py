@@ -3,7 +3,7 @@
     import headrace as hr
     out = hr.attention(q, k, v, causal=True)                # [batch, seqlen, heads, dim]
 
-`headrace.torch` has the same with autograd and torch.compile.
+`headrace.torch` has the same with autograd and torch.compile, `headrace.flash_attn` the names of flash-attn.
 """
 
 from ._abi import api as _api

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import c_char, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +116,9 @@ def check(status: int) -> None:
         raise _EXCEPTIONS.get(status, RuntimeError)(api.hr_last_error().decode())
 
 
-def address(buffer: np.ndarray) -> int:
-    """Where the bytes of a NumPy array begin."""
-    return buffer.__array_interface__["data"][0]
+def address(array: np.ndarray) -> int:
+    """Where element [0, 0, ...] of a NumPy array lies."""
+    try:
+        return ctypes.addressof(c_char.from_buffer(array))  # three times as fast as what always works
+    except (TypeError, ValueError, BufferError):  # read-only, not contiguous, empty, or a dtype of somebody else's
+        return array.__array_interface__["data"][0]

@@ -17,11 +17,6 @@ _PAD = ((0,) * 4, (0,) * 3, (0,) * 2, (0,), ())
 _ALLOWED = "float32, float16, bfloat16, float64, bool or int32"
 
 
-def _check_ndim(name: str, ndim: int) -> None:
-    if not 1 <= ndim <= 4:
-        raise ValueError(f"{name}: has {ndim} dimensions; it must have 1 to 4")
-
-
 class NumpyArrays:
     """NumPy arrays; bfloat16 is that of ml_dtypes."""
 
@@ -45,19 +40,21 @@ class NumpyArrays:
         code = self.code.get(dtype)
         if code is None:
             code = self._bfloat16(name, dtype)
-        _check_ndim(name, ndim)
+        if not 1 <= ndim <= 4:
+            raise ValueError(f"{name}: has {ndim} dimensions; it must have 1 to 4")
         itemsize = dtype.itemsize
-        for stride in array.strides:
-            if stride % itemsize:  # a field of a structured array
+        flags = array.flags
+        if not flags.c_contiguous:
+            odd = any(stride % itemsize for stride in array.strides)  # a field of a structured array
+            if odd or (rows and array.strides[-1] != itemsize and array.shape[-1] > 1):
                 array = array.copy()
-                break
-        if not array.flags.aligned or (rows and array.strides[-1] != itemsize and array.shape[-1] > 1):
+        if not flags.aligned:
             array = array.copy()
         pad = _PAD[ndim]
         _abi.TENSOR.pack_into(
             buffer,
             offset,
-            array.__array_interface__["data"][0],
+            _abi.address(array),
             *array.shape,
             *pad,
             *[stride // itemsize for stride in array.strides],
@@ -109,7 +106,7 @@ class TorchArrays:
     native: dict[int, Any] = {}
 
     def __init__(self, torch: Any, name: str, first: Any) -> None:
-        self.torch, self.where = torch, first.device
+        self.torch, self.tensor, self.first, self.where = torch, torch.Tensor, first, first.device
         if not self.code:
             names = ["float32", "float16", "bfloat16", "float64", "bool", "int32", "int64"]
             self.native.update({code: getattr(torch, name) for code, name in enumerate(names)})
@@ -124,7 +121,7 @@ class TorchArrays:
             raise ValueError(f"{name}: is on device {self.where}; it must be on cpu or cuda")
 
     def pack(self, name: str, array: Any, buffer: bytearray, offset: int, rows: bool) -> Any:
-        if not isinstance(array, self.torch.Tensor):
+        if type(array) is not self.tensor and not isinstance(array, self.tensor):  # the first is faster
             raise TypeError(f"{name}: is a {type(array).__name__}; it must be a torch.Tensor, as the first argument is")
         code = self.code.get(array.dtype)
         if code is None:
@@ -132,7 +129,8 @@ class TorchArrays:
         if array.device != self.where:
             raise ValueError(f"{name}: is on device {array.device}, the first argument on {self.where}; they must be equal")
         ndim = array.ndim
-        _check_ndim(name, ndim)
+        if not 1 <= ndim <= 4:
+            raise ValueError(f"{name}: has {ndim} dimensions; it must have 1 to 4")
         stride = array.stride()
         if rows and stride[-1] != 1 and array.shape[-1] > 1:
             # contiguous() would leave the strides of an array without elements as they are.
@@ -143,10 +141,10 @@ class TorchArrays:
         return array
 
     def empty(self, shape: tuple[int, ...], code: int) -> Any:
-        return self.torch.empty(shape, dtype=self.native[code], device=self.where)
+        return self.first.new_empty(shape, dtype=self.native[code])
 
     def host(self, name: str, array: Any) -> np.ndarray:
-        return array.detach().cpu().numpy() if isinstance(array, self.torch.Tensor) else np.asarray(array)
+        return array.detach().cpu().numpy() if isinstance(array, self.tensor) else np.asarray(array)
 
     def result(self, array: Any) -> Any:
         return array

@@ -76,26 +76,22 @@ def attention(
 
     Source: Dao et al., FlashAttention (2022); Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
     """
-    return _differentiable(
-        q,
-        k,
-        v,
-        {},
-        return_lse,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        mask=mask,
-        block_mask=block_mask,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        seed=seed,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-    )
+    options = {
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "mask": mask,
+        "block_mask": block_mask,
+        "sinks": sinks,
+        "dropout_p": dropout_p,
+        "seed": seed,
+        "deterministic": deterministic,
+        "batch_invariant": batch_invariant,
+    }
+    return _differentiable(q, k, v, {}, return_lse, options)
 
 
 def attention_varlen(
@@ -121,7 +117,8 @@ def attention_varlen(
         out `[total_q, heads_q, value_dim]` T; with return_lse (out, lse), lse `[heads_q, total_q]`. Tokens behind
         the last sequence: out 0, lse -inf. Errors are those of `attention`.
     """
-    return _differentiable(q, k, v, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, return_lse, **options)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return _differentiable(q, k, v, lengths, return_lse, options)
 
 
 def attention_backward(
@@ -151,7 +148,7 @@ def attention_backward(
         A dict with dq, dk, dv, and dbias, dsinks where asked for, of the shapes and dtypes of their inputs.
         ValueError where a gradient is asked for without its input; other errors are those of `attention`.
     """
-    return backward(dout, q, k, v, out, lse, {}, dlse, need_dbias, need_dsinks, **options)
+    return backward(dout, q, k, v, out, lse, {}, dlse, need_dbias, need_dsinks, options)
 
 
 def attention_varlen_backward(
@@ -171,7 +168,7 @@ def attention_varlen_backward(
 ) -> dict[str, Any]:
     """The gradients of `attention_varlen`: as `attention_backward`. Those of tokens of no sequence are 0."""
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return backward(dout, q, k, v, out, lse, lengths, dlse, need_dbias, need_dsinks, **options)
+    return backward(dout, q, k, v, out, lse, lengths, dlse, need_dbias, need_dsinks, options)
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
@@ -223,9 +220,9 @@ def prepare(q: Any, k: Any, v: Any, lengths: dict[str, Any]) -> tuple[Call, Any,
     call = Call("q", q)
     q, k, v = call.input("q", q, True), call.input("k", k, True), call.input("v", v, True)
     ndim = 3 if "cu_seqlens_q" in lengths else 4
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.ndim != ndim:
-            raise ValueError(f"{name}: has {array.ndim} dimensions; it must have {ndim}: {_LAYOUT[ndim]}")
+    if not q.ndim == k.ndim == v.ndim == ndim:
+        name, array = next(x for x in (("q", q), ("k", k), ("v", v)) if x[1].ndim != ndim)
+        raise ValueError(f"{name}: has {array.ndim} dimensions; it must have {ndim}: {_LAYOUT[ndim]}")
     for name, values in lengths.items():
         call.lengths(name, values)
     return call, q, k, v
@@ -240,20 +237,20 @@ def lse_code(code: int) -> int:
     return _abi.FLOAT64 if code == _abi.FLOAT64 else _abi.FLOAT32
 
 
-def _differentiable(q: Any, k: Any, v: Any, lengths: dict[str, Any], return_lse: bool, **options: Any) -> Any:
+def _differentiable(q: Any, k: Any, v: Any, lengths: dict[str, Any], return_lse: bool, options: Any) -> Any:
     if _wants_gradients(q, k, v, options):
         from .torch import attend
 
-        return attend(q, k, v, lengths, return_lse, **options)
-    return forward(q, k, v, lengths, return_lse, **options)
+        return attend(q, k, v, lengths, return_lse, options)
+    return forward(q, k, v, lengths, return_lse, options)
 
 
-def forward(q: Any, k: Any, v: Any, lengths: dict[str, Any], return_lse: bool, **options: Any) -> Any:
+def forward(q: Any, k: Any, v: Any, lengths: dict[str, Any], return_lse: bool, options: Any) -> Any:
     """The forward pass; lengths are cu_seqlens_* and seqused_*, those that are given."""
     call, q, k, v = prepare(q, k, v, lengths)
     call.options(**options)
     code = call.arrays.code[q.dtype]
-    out_shape, lse_shape = result_shapes(q.shape, v.shape)
+    out_shape, lse_shape = result_shapes(tuple(q.shape), v.shape)  # slices of a torch.Size are slow
     out = call.output("out", out_shape, code)
     lse = call.output("lse", lse_shape, lse_code(code)) if return_lse else None
     call.run(_abi.api.hr_forward)
@@ -272,7 +269,7 @@ def backward(
     dlse: Any,
     need_dbias: bool,
     need_dsinks: bool,
-    **options: Any,
+    options: Any,
 ) -> dict[str, Any]:
     """The backward pass; lengths as in forward."""
     call, q, k, v = prepare(q, k, v, lengths)
@@ -293,9 +290,8 @@ def backward(
     return {name: call.arrays.result(array) for name, array in results.items()}
 
 
-def _wants_gradients(q: Any, k: Any, v: Any, options: dict[str, Any]) -> bool:
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(q, torch.Tensor) or not torch.is_grad_enabled():
-        return False
-    inputs = (q, k, v, options.get("bias"), options.get("sinks"))
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+def _wants_gradients(q: Any, k: Any, v: Any, options: Any) -> bool:
+    for array in (q, k, v, options.get("bias"), options.get("sinks")):
+        if getattr(array, "requires_grad", False):
+            return sys.modules["torch"].is_grad_enabled()
+    return False

@@ -22,7 +22,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
     converted to its dtype, and a bias of another dtype than that and float32 as well.
     """
     q, k, v = _autocast(q, k, v, options)
-    return attend(q, k, v, {}, return_lse, **options)
+    return attend(q, k, v, {}, return_lse, options)
 
 
 def attention_varlen(
@@ -37,7 +37,7 @@ def attention_varlen(
 ) -> Any:
     """`headrace.attention_varlen` as an operator of PyTorch; see `attention`."""
     q, k, v = _autocast(q, k, v, options)
-    return attend(q, k, v, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, return_lse, **options)
+    return attend(q, k, v, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, return_lse, options)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:

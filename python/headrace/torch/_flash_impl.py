@@ -72,7 +72,7 @@ def _cpu_forward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     options = _options(is_causal, attn_mask, scale, query)
-    out, lse = _attention.forward(*_rows(query, key, value), {}, True, dropout_p=dropout_p, **options)
+    out, lse = _attention.forward(*_rows(query, key, value), {}, True, {**options, "dropout_p": dropout_p})
     return out.transpose(1, 2), lse
 
 
@@ -91,7 +91,7 @@ def _cpu_backward(
 ) -> tuple[Tensor, ...]:
     options = _options(is_causal, attn_mask, scale, query)
     rows = _rows(grad_out, query, key, value, out)
-    gradients = _attention.backward(*rows, logsumexp, {}, None, False, False, dropout_p=dropout_p, **options)
+    gradients = _attention.backward(*rows, logsumexp, {}, None, False, False, {**options, "dropout_p": dropout_p})
     return _rows(*gradients.values())
 
 
@@ -110,7 +110,7 @@ def _cuda_forward(
     # Philox's seed travels to the backward pass in the tensors that flash attention has for its own.
     seed = int(torch.randint(0, 2**63 - 1, ())) if dropout_p else 0
     options = {"causal": "top_left" if is_causal else False, "scale": scale, "dropout_p": dropout_p, "seed": seed}
-    out, lse = _attention.forward(*_rows(query, key, value), {}, True, **options)
+    out, lse = _attention.forward(*_rows(query, key, value), {}, True, options)
     philox_seed, philox_offset = torch.tensor([seed, 0], dtype=torch.int64)
     return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], philox_seed, philox_offset, query.new_empty(0)
 
@@ -136,5 +136,5 @@ def _cuda_backward(
     seed = int(philox_seed) if dropout_p else 0
     options = {"causal": "top_left" if is_causal else False, "scale": scale, "dropout_p": dropout_p, "seed": seed}
     rows = _rows(grad_out, query, key, value, out)
-    gradients = _attention.backward(*rows, logsumexp, {}, None, False, False, **options)
+    gradients = _attention.backward(*rows, logsumexp, {}, None, False, False, options)
     return _rows(*gradients.values())

@@ -36,7 +36,7 @@ _forward_op = torch.ops.headrace.attention.default
 _backward_op = torch.ops.headrace.attention_backward.default
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], return_lse: bool, **options: Any) -> Any:
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], return_lse: bool, options: Options) -> Any:
     """headrace.attention and attention_varlen through the operator; `seed` may be a tensor, too."""
     seed = options.get("seed", 0)
     on_tensor = isinstance(seed, Tensor)
@@ -99,7 +99,7 @@ def _split(rest: tuple[Any, ...]) -> tuple[dict[str, Any], Options]:
 @library.impl("headrace::attention", "default")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lengths, options = _split(rest)
-    return _attention.forward(q, k, v, lengths, True, **options)
+    return _attention.forward(q, k, v, lengths, True, options)
 
 
 @library.impl("headrace::attention_backward", "default")
@@ -108,7 +108,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     q, k, v = rest[:3]
     lengths, options = _split(rest[3:])
-    gradients = _attention.backward(dout, q, k, v, out, lse, lengths, dlse, need_dbias, need_dsinks, **options)
+    gradients = _attention.backward(dout, q, k, v, out, lse, lengths, dlse, need_dbias, need_dsinks, options)
     return tuple(gradients[name] if name in gradients else q.new_empty(0) for name in ("dq", "dk", "dv", "dbias", "dsinks"))
 
 
