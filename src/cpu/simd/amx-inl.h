@@ -29,7 +29,8 @@ inline constexpr Index kAmxTile = kAmxRows * kAmxDepth;  // elements of a tile
 // Distance of two rows of weights, in elements: one line more than the tile, for the sets of the L1 cache.
 inline constexpr Index amx_weight_stride = tile_k + kAmxDepth;
 
-// Configures all tile registers as 16 rows of 64 bytes while it lives.
+// Configures all tile registers as 16 rows of 64 bytes while it lives. Loads of tiles are nothing to the compiler
+// either: what they read is written by other functions, which are not inlined.
 class AmxScope {
  public:
   AmxScope() {
@@ -40,6 +41,8 @@ class AmxScope {
     } config;
     std::fill_n(config.row_bytes, 8, std::uint16_t{64});
     std::fill_n(config.rows, 8, std::uint8_t{kAmxRows});
+    // GCC's intrinsic tells the compiler of the first 8 bytes alone: without this it may leave out the others.
+    asm volatile("" : : "m"(config));
     _tile_loadconfig(&config);
   }
   ~AmxScope() { _tile_release(); }
