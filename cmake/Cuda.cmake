@@ -26,6 +26,7 @@ endfunction()
 # Everything that device code may include. A file of src/cuda/kernels that is not listed here cannot be used.
 set(kernel_files
   exact_rows.cuh
+  forward_pipeline.cuh
   forward_scores.cuh
   forward_tiles.cuh
   hopper_forward.cuh
@@ -58,6 +59,7 @@ set(cuda_compile_sources
   src/cuda/driver/kernel_source.cpp
   src/cuda/driver/nvrtc.cpp
   src/cuda/driver/precompiled.cpp
+  src/cuda/launch/forward_constants.cpp
   src/cuda/launch/hopper_forward_source.cpp
   src/cuda/launch/hopper_split_forward_source.cpp
   src/cuda/launch/pack_rows_source.cpp

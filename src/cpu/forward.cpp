@@ -377,27 +377,23 @@ class ForwardTaskRun {
         scratch_(plan, workspace.scratch),
         partial_(plan, workspace.shared, index) {
     const Index b = task_.sequence, n = lanes<C>(), batch = p_.ragged ? 0 : b;
+    const auto rows_of = [&](const void* data, const RowStrides& strides, const QueryTile& tile, Index size) {
+      return Rows{.data = data,
+                  .dtype = p_.dtype,
+                  .offset = strides.at(batch, seq_.q_begin + tile.row, tile.head),
+                  .stride = strides.row,
+                  .count = tile.size(),
+                  .size = size,
+                  .inner = tile.heads == 1 ? 0 : tile.rows,
+                  .outer_stride = strides.head};
+    };
     for (Index t = 0; t < task_.count; ++t) {
       TileState<C>& state = tiles_[t];
       const Index row = t * round_up(tile_q, kBlockRows);
       const QueryTile tile = plan.query_tile(seq_.q_len, task_.head_kv, task_.first + t);
       state.tile = tile;
-      state.q_rows = {.data = buffers.q,
-                      .dtype = p_.dtype,
-                      .offset = p_.q.at(batch, seq_.q_begin + tile.row, tile.head),
-                      .stride = p_.q.row,
-                      .count = tile.size(),
-                      .size = p_.head_dim,
-                      .inner = tile.heads == 1 ? 0 : tile.rows,
-                      .outer_stride = p_.q.head};
-      state.out_rows = {.data = buffers.out,
-                        .dtype = p_.dtype,
-                        .offset = p_.out.at(batch, seq_.q_begin + tile.row, tile.head),
-                        .stride = p_.out.row,
-                        .count = tile.size(),
-                        .size = p_.value_dim,
-                        .inner = tile.heads == 1 ? 0 : tile.rows,
-                        .outer_stride = p_.out.head};
+      state.q_rows = rows_of(buffers.q, p_.q, tile, p_.head_dim);
+      state.out_rows = rows_of(buffers.out, p_.out, tile, p_.value_dim);
       state.q = scratch_.q + row * plan.ld_q;
       state.out = scratch_.out + row * plan.ld_out;
       state.max = scratch_.max + row;

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 
 #include <atomic>
+#include <functional>
+#include <string>
 #include <thread>
 
 #include "cuda/launch/tma_input.hpp"
@@ -123,6 +125,36 @@ TEST_F(ForwardLaunch, TheSameBitsAThousandTimesBesideABusyStream) {
   }
 }
 
+// What a stream captures while `work` runs.
+class Graph {
+ public:
+  Graph(const GpuStream& stream, cuda::CUstreamCaptureMode mode, const std::function<void()>& work) : stream_(stream) {
+    check(driver().cuStreamBeginCapture(stream.get(), mode), "cuStreamBeginCapture");
+    try {
+      work();
+    } catch (const Error& thrown) {
+      error_ = thrown.what();
+    }
+    check(driver().cuStreamEndCapture(stream.get(), &graph_), "cuStreamEndCapture");
+    if (error_.empty()) check(driver().cuGraphInstantiate(&executable_, graph_, 0), "cuGraphInstantiate");
+  }
+  ~Graph() {
+    if (executable_ != nullptr) driver().cuGraphExecDestroy(executable_);
+    if (graph_ != nullptr) driver().cuGraphDestroy(graph_);
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  [[nodiscard]] const std::string& error() const { return error_; }  // of work; empty if it went well
+  void replay() const { check(driver().cuGraphLaunch(executable_, stream_.get()), "cuGraphLaunch"); }
+
+ private:
+  const GpuStream& stream_;
+  std::string error_;
+  cuda::CUgraph graph_ = nullptr;
+  cuda::CUgraphExec executable_ = nullptr;
+};
+
 TEST_F(ForwardLaunch, AGraphGivesTheSameBits) {
   const ContextScope scope(0);
   const GpuStream stream;
@@ -136,27 +168,15 @@ TEST_F(ForwardLaunch, AGraphGivesTheSameBits) {
                   stream);
     launch.poison();
     stream.synchronize("poison");
-    check(driver().cuStreamBeginCapture(stream.get(), mode), "cuStreamBeginCapture");
-    std::string error;
-    try {
-      forward(launch.attention());
-    } catch (const Error& thrown) {
-      error = thrown.what();
-    }
-    cuda::CUgraph graph = nullptr;
-    check(driver().cuStreamEndCapture(stream.get(), &graph), "cuStreamEndCapture");
-    ASSERT_EQ(error, "");
-    cuda::CUgraphExec executable = nullptr;
-    check(driver().cuGraphInstantiate(&executable, graph, 0), "cuGraphInstantiate");
+    const Graph graph(stream, mode, [&] { forward(launch.attention()); });
+    ASSERT_EQ(graph.error(), "");
     const std::vector<std::byte> direct = launch.run();
     for (int replay = 0; replay < 3; ++replay) {
       launch.poison();
-      check(driver().cuGraphLaunch(executable, stream.get()), "cuGraphLaunch");
+      graph.replay();
       EXPECT_TRUE(launch.bits() == direct) << "replay " << replay << ": " << launch.call().spec.describe();
     }
     EXPECT_EQ(launch.judge(), "") << launch.call().spec.describe();
-    driver().cuGraphExecDestroy(executable);
-    driver().cuGraphDestroy(graph);
   }
 }
 
@@ -349,28 +369,18 @@ TEST_F(ForwardLaunch, AGraphCopiesInputs) {
   const GpuWorkspace workspace(plan.workspace_bytes());
   for (const bool planned : {true, false}) {
     SCOPED_TRACE(planned ? "planned" : "not planned");
-    check(driver().cuStreamBeginCapture(stream.get(), cuda::CU_STREAM_CAPTURE_MODE_GLOBAL), "cuStreamBeginCapture");
-    std::string error;
-    try {
+    const Graph graph(stream, cuda::CU_STREAM_CAPTURE_MODE_GLOBAL, [&] {
       if (planned)
         plan.execute(launch.attention(), workspace.span());
       else
         forward(launch.attention());
-    } catch (const Error& thrown) {
-      error = thrown.what();
-    }
-    cuda::CUgraph graph = nullptr;
-    check(driver().cuStreamEndCapture(stream.get(), &graph), "cuStreamEndCapture");
-    ASSERT_EQ(error, "");
-    cuda::CUgraphExec executable = nullptr;
-    check(driver().cuGraphInstantiate(&executable, graph, 0), "cuGraphInstantiate");
+    });
+    ASSERT_EQ(graph.error(), "");
     for (int replay = 0; replay < 3; ++replay) {
       launch.poison();
-      check(driver().cuGraphLaunch(executable, stream.get()), "cuGraphLaunch");
+      graph.replay();
       EXPECT_TRUE(launch.bits() == direct) << "replay " << replay << ": " << spec.describe();
     }
-    driver().cuGraphExecDestroy(executable);
-    driver().cuGraphDestroy(graph);
   }
   EXPECT_EQ(workspace.judge(), "");
   EXPECT_EQ(launch.judge(), "") << spec.describe();

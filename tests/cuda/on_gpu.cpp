@@ -11,6 +11,7 @@
 
 #include "cuda/driver/devices.hpp"
 #include "cuda/driver/module_cache.hpp"
+#include "cuda/launch/forward_constants.hpp"
 #include "cuda/launch/hopper_forward_source.hpp"
 #include "cuda/launch/hopper_split_forward_source.hpp"
 #include "describe/problem.hpp"

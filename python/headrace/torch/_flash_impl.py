@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, library
 
 from .. import _attention
-from ._sdpa import _four_dimensions
+from ._sdpa import _four_dimensions, draw_seed
 
 
 class _Handle:
@@ -108,8 +108,8 @@ def _cuda_forward(
     if return_debug_mask:
         raise NotImplementedError("return_debug_mask: is True; headrace has no debug mask (see headrace.dropout_mask)")
     # Philox's seed travels to the backward pass in the tensors that flash attention has for its own.
-    seed = int(torch.randint(0, 2**63 - 1, ())) if dropout_p else 0
-    options = {"causal": "top_left" if is_causal else False, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    seed = int(draw_seed()) if dropout_p else 0
+    options = {**_options(is_causal, None, scale, query), "dropout_p": dropout_p, "seed": seed}
     out, lse = _attention.forward(*_rows(query, key, value), {}, True, options)
     philox_seed, philox_offset = torch.tensor([seed, 0], dtype=torch.int64)
     return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], philox_seed, philox_offset, query.new_empty(0)
@@ -134,7 +134,7 @@ def _cuda_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     seed = int(philox_seed) if dropout_p else 0
-    options = {"causal": "top_left" if is_causal else False, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options = {**_options(is_causal, None, scale, query), "dropout_p": dropout_p, "seed": seed}
     rows = _rows(grad_out, query, key, value, out)
     gradients = _attention.backward(*rows, logsumexp, {}, None, False, False, options)
     return _rows(*gradients.values())

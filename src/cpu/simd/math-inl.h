@@ -20,6 +20,19 @@ namespace hn = hwy::HWY_NAMESPACE;
 template <typename C>
 inline constexpr C kLog2E = static_cast<C>(1.44269504088896340736);
 
+// p[i] = a polynomial of f[i], from its highest coefficient on.
+template <int kCount, int kTerms, class D>
+HWY_INLINE void polynomial(D d, const hn::TFromD<D> (&coefficients)[kTerms], const hn::Vec<D> (&f)[kCount],
+                           hn::Vec<D> (&p)[kCount]) {
+  HEADRACE_UNROLL
+  for (int i = 0; i < kCount; ++i) p[i] = hn::Set(d, coefficients[0]);
+  HEADRACE_UNROLL
+  for (int n = 1; n < kTerms; ++n) {
+    HEADRACE_UNROLL
+    for (int i = 0; i < kCount; ++i) p[i] = hn::MulAdd(p[i], f[i], hn::Set(d, coefficients[n]));
+  }
+}
+
 // x[i] = 2^x[i] for x[i] <= 1 or so; 0 where the result would be subnormal, NaN where x[i] is NaN. Some vectors
 // together: their chains of dependent steps overlap (4 take 2/3 of the time of 4 one by one).
 // float: a minimax polynomial of degree 5 for 2^f, exact at 0.
@@ -28,19 +41,12 @@ inline constexpr C kLog2E = static_cast<C>(1.44269504088896340736);
 template <int kCount, class D, std::enable_if_t<std::is_same_v<hn::TFromD<D>, float>, int> = 0>
 HWY_INLINE void exp2_nonpositive(D d, hn::Vec<D> (&x)[kCount]) {
   constexpr int floor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
-  static constexpr float coefficients[] = {0.009017029777169228f, 0.05579991266131401f, 0.24016444385051727f,
-                                           0.6931512951850891f, 1.0f};
+  static constexpr float coefficients[] = {0.001867130515165627f, 0.009017029777169228f, 0.05579991266131401f,
+                                           0.24016444385051727f,  0.6931512951850891f,   1.0f};
   hn::Vec<D> f[kCount], p[kCount];
   HEADRACE_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    f[i] = hn::Vec<D>{_mm512_reduce_ps(x[i].raw, floor)};
-    p[i] = hn::Set(d, 0.001867130515165627f);
-  }
-  HEADRACE_UNROLL
-  for (int n = 0; n < 5; ++n) {
-    HEADRACE_UNROLL
-    for (int i = 0; i < kCount; ++i) p[i] = hn::MulAdd(p[i], f[i], hn::Set(d, coefficients[n]));
-  }
+  for (int i = 0; i < kCount; ++i) f[i] = hn::Vec<D>{_mm512_reduce_ps(x[i].raw, floor)};
+  polynomial(d, coefficients, f, p);
   HEADRACE_UNROLL
   for (int i = 0; i < kCount; ++i) {
     const __mmask16 normal = _mm512_cmp_ps_mask(x[i].raw, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
@@ -53,21 +59,16 @@ HWY_INLINE void exp2_nonpositive(D d, hn::Vec<D> (&x)[kCount]) {
 template <int kCount, class D, std::enable_if_t<std::is_same_v<hn::TFromD<D>, float>, int> = 0>
 HWY_INLINE void exp2_nonpositive(D d, hn::Vec<D> (&x)[kCount]) {
   const hn::Repartition<std::uint32_t, D> du;
-  static constexpr float coefficients[] = {0.009671512991189957f, 0.05550733581185341f, 0.24022242426872253f,
-                                           0.6931470036506653f, 1.0f};
+  static constexpr float coefficients[] = {0.001326472731307149f, 0.009671512991189957f, 0.05550733581185341f,
+                                           0.24022242426872253f,  0.6931470036506653f,   1.0f};
   const auto magic = hn::Set(d, 12582912.0f + 127.0f);  // 1.5 * 2^23, and the exponent bias
   hn::Vec<D> shifted[kCount], f[kCount], p[kCount];
   HEADRACE_UNROLL
   for (int i = 0; i < kCount; ++i) {
     shifted[i] = hn::Add(x[i], magic);
     f[i] = hn::Sub(x[i], hn::Sub(shifted[i], magic));
-    p[i] = hn::Set(d, 0.001326472731307149f);
   }
-  HEADRACE_UNROLL
-  for (int n = 0; n < 5; ++n) {
-    HEADRACE_UNROLL
-    for (int i = 0; i < kCount; ++i) p[i] = hn::MulAdd(p[i], f[i], hn::Set(d, coefficients[n]));
-  }
+  polynomial(d, coefficients, f, p);
   HEADRACE_UNROLL
   for (int i = 0; i < kCount; ++i) {
     const auto power = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(du, shifted[i])));

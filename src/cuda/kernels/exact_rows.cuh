@@ -10,7 +10,7 @@
 
 namespace headrace::cuda {
 
-constexpr int kRowsOfWarp = 16, kColumnsOfLane = VALUE_DIM / 32;
+constexpr int kColumnsOfLane = VALUE_DIM / 32;
 // Values from 2^64 on are summed times 2^-64: sums of p v could overflow where their mean does not.
 constexpr float kLargeValue = 0x1p64f, kLargeValueScale = 0x1p-64f;
 

@@ -11,7 +11,7 @@ namespace headrace::cuda {
 
 using Params = HopperForwardParams;
 
-constexpr int kRowsOfWarpgroup = 64;
+constexpr int kRowsOfWarpgroup = 64, kRowsOfWarp = 16;
 constexpr int kRows = WARPGROUPS * kRowsOfWarpgroup;  // queries of a tile
 constexpr int kKeys = KEYS;                           // keys of a block
 

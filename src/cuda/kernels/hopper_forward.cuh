@@ -24,6 +24,7 @@
 #else
 #define HEADRACE_MMA_TYPE "bf16"
 #endif
+#include "forward_pipeline.cuh"
 #include "forward_scores.cuh"
 #include "forward_tiles.cuh"
 #include "ptx/math.cuh"
@@ -34,10 +35,6 @@
 
 namespace headrace::cuda {
 
-constexpr int kThreads = 128 * (WARPGROUPS + 1);
-constexpr int kPanel = 64;  // columns of a panel of shared memory: 128 bytes
-constexpr int kHeadPanels = (HEAD_DIM + kPanel - 1) / kPanel, kValuePanels = (VALUE_DIM + kPanel - 1) / kPanel;
-constexpr int kRowsOfWarp = 16;
 constexpr int kOutPanels = kValuePanels < OUT_PANELS ? kValuePanels : OUT_PANELS;  // of a warp, written at a time
 constexpr int kRedoWords = 64;
 // Scores are brought to their final value before the softmax, in natural units: log2(e) times a score might overflow.
@@ -181,12 +178,6 @@ struct Consumer {
   __device__ void wait_turn() { ptx::barrier_sync(1 + warpgroup, 256); }
   __device__ void pass_turn() { ptx::barrier_arrive(1 + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256); }
 
-  __device__ void release(unsigned long long& barrier) {
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
-  }
-  // A slot's number, known to the compiler to be the same in all lanes.
-  __device__ static unsigned uniform(unsigned slot) { return __shfl_sync(~0u, slot, 0); }
-
   // s = q k^T of the block at hand
   __device__ void multiply_qk() {
     const unsigned k =
@@ -231,19 +222,12 @@ struct Consumer {
   }
 
   __device__ void load_q() {
-    if constexpr (Q_IN_REGISTERS) {
-      const int r = warp * 16 + (lane & 15);
-      const unsigned address = ptx::shared_address(shared.q[q_ring.slot][warpgroup]) + r * 128;
-#pragma unroll
-      for (int step = 0; step < HEAD_DIM / 16; ++step) {
-        const int chunk = (step % 4) * 2 + (lane >> 4);  // of 16 bytes; swizzled with the row
-        ptx::load_matrices(q[step], address + (step / 4) * (kRowsOfWarpgroup * 128) + ((chunk ^ (r & 7)) << 4));
-      }
-    }
+    if constexpr (Q_IN_REGISTERS)
+      load_left_operand(q, ptx::shared_address(shared.q[q_ring.slot][warpgroup]), warp, lane);
   }
   __device__ void release_q() {
     __syncwarp();  // all lanes have read it
-    release(shared.q_empty[q_ring.slot]);
+    release(shared.q_empty[q_ring.slot], lane);
     q_ring.advance();
   }
 
@@ -431,7 +415,7 @@ struct Consumer {
     pass_turn();
     ptx::wgmma_wait<kProducts ? 1 : 0>();
     ptx::pin(s);
-    release(shared.k_empty[k_ring.slot]);
+    release(shared.k_empty[k_ring.slot], lane);
     k_ring.advance();
 
     if constexpr (kPlain && kFolds && SOFTCAP) cap_scores();
@@ -459,7 +443,7 @@ struct Consumer {
   __device__ void finish_pv() {
     ptx::wgmma_wait<0>();
     ptx::pin(o);
-    release(shared.v_empty[v_ring.slot]);
+    release(shared.v_empty[v_ring.slot], lane);
     v_ring.advance();
   }
   __device__ void clear_output() {
@@ -478,12 +462,12 @@ struct Consumer {
   // A block that this warpgroup does not need. Its slots are full before they are given back: the phases stay in order.
   __device__ void skip() {
     ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[k_ring.slot]), k_ring.parity);
-    release(shared.k_empty[k_ring.slot]);
+    release(shared.k_empty[k_ring.slot], lane);
     k_ring.advance();
     wait_turn();
     pass_turn();
     ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[v_ring.slot]), v_ring.parity);
-    release(shared.v_empty[v_ring.slot]);
+    release(shared.v_empty[v_ring.slot], lane);
     v_ring.advance();
   }
 
@@ -659,20 +643,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
-    constexpr int kConsumerWarps = 4 * WARPGROUPS;
-    const auto init = [](unsigned long long& barrier, unsigned arrivals) {
-      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
-    };
-    for (int n = 0; n < Q_BUFFERS; ++n) {
-      init(shared.q_full[n], 1);
-      init(shared.q_empty[n], kConsumerWarps);
-    }
-    for (int n = 0; n < STAGES; ++n) {
-      init(shared.k_full[n], 1);
-      init(shared.k_empty[n], kConsumerWarps);
-      init(shared.v_full[n], 1);
-      init(shared.v_empty[n], kConsumerWarps);
-    }
+    init_slots(shared.q_full, shared.q_empty);
+    init_slots(shared.k_full, shared.k_empty);
+    init_slots(shared.v_full, shared.v_empty);
     ptx::mbarrier_init_fence();
   }
   if (thread < kRedoWords) shared.redo[thread] = 0;

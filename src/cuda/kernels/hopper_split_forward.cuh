@@ -17,6 +17,7 @@
 #define FLOAT16 1
 #define HEADRACE_MMA_TYPE "f16"
 #include "exact_rows.cuh"
+#include "forward_pipeline.cuh"
 #include "forward_scores.cuh"
 #include "forward_tiles.cuh"
 #include "hopper_split_forward_params.hpp"
@@ -30,9 +31,6 @@ namespace headrace::cuda {
 
 using SplitParams = HopperSplitForwardParams;
 
-constexpr int kThreads = 128 * (WARPGROUPS + 1);
-constexpr int kPanel = 64;  // columns of a panel of shared memory: 128 bytes
-constexpr int kHeadPanels = (HEAD_DIM + kPanel - 1) / kPanel, kValuePanels = (VALUE_DIM + kPanel - 1) / kPanel;
 constexpr int kParts = 2;  // 0: the large one
 // p is at most 2^14: its small part then reaches down to 2^-38 of that.
 constexpr float kOffset = 14.0f;
@@ -43,7 +41,7 @@ struct alignas(1024) Shared {
   Element q[WARPGROUPS][kParts][kHeadPanels][kRowsOfWarpgroup * kPanel];
   Element k[STAGES][kParts][kHeadPanels][kKeys * kPanel];
   Element v[STAGES][kParts][kValuePanels][kKeys * kPanel];
-  unsigned long long q_full, q_empty;
+  unsigned long long q_full[1], q_empty[1];
   unsigned long long k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
@@ -73,44 +71,42 @@ struct Producer {
   template <int kPanels>
   __device__ void load_block(Element (&slots)[STAGES][kParts][kPanels][kKeys * kPanel],
                              unsigned long long (&full)[STAGES], unsigned long long (&empty)[STAGES],
-                             ptx::RingPosition<STAGES>& ring, const ptx::TensorMap& map, const SplitTensor& tensor,
-                             int first_column, const ChunkTile& tile, int block) {
+                             ptx::RingPosition<STAGES>& ring, const ptx::TensorMap& map, int first_column,
+                             const ChunkTile& tile, int block) {
     const unsigned barrier = ptx::shared_address(&full[ring.slot]);
     ptx::mbarrier_wait(ptx::shared_address(&empty[ring.slot]), ring.parity ^ 1);
     ptx::mbarrier_expect(barrier, sizeof(slots[0]));
-    const int heads_before = static_cast<int>(tensor.all_groups / tensor.groups_of_head) / tensor.heads;  // batch
     for (int part = 0; part < kParts; ++part) {
       for (int panel = 0; panel < kPanels; ++panel) {
         ptx::tma_load(ptx::shared_address(slots[ring.slot][part][panel]), map, barrier, first_column + panel * kPanel,
-                      block * kKeys, p.forward.group.quotient(tile.h), part * heads_before + tile.b);
+                      block * kKeys, p.forward.group.quotient(tile.h), part * p.batch + tile.b);
       }
     }
     ring.advance();
   }
   __device__ void load_k(const ChunkTile& tile, int block) {
-    load_block(shared.k, shared.k_full, shared.k_empty, k_ring, k, p.k, 0, tile, block);
+    load_block(shared.k, shared.k_full, shared.k_empty, k_ring, k, 0, tile, block);
   }
   __device__ void load_v(const ChunkTile& tile, int block) {
-    load_block(shared.v, shared.v_full, shared.v_empty, v_ring, v, p.v, tile.chunk * VALUE_DIM, tile, block);
+    load_block(shared.v, shared.v_full, shared.v_empty, v_ring, v, tile.chunk * VALUE_DIM, tile, block);
   }
 
   __device__ void run() {
-    const int batch = p.q.all_groups / p.q.groups_of_head / p.q.heads;
     ChunkTile tile;
     for (TileWalk walk;;) {
       const Find found = next_chunk_tile(p, walk, tile);
       if (found == Find::end) return;
       if (found == Find::nothing) continue;
       Blocks blocks(p.forward, tile);
-      const unsigned full = ptx::shared_address(&shared.q_full);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty), q_parity ^ 1);
+      const unsigned full = ptx::shared_address(&shared.q_full[0]);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[0]), q_parity ^ 1);
       q_parity ^= 1;
       ptx::mbarrier_expect(full, sizeof(shared.q));
       for (int w = 0; w < WARPGROUPS; ++w) {
         for (int part = 0; part < kParts; ++part) {
           for (int panel = 0; panel < kHeadPanels; ++panel) {
             ptx::tma_load(ptx::shared_address(shared.q[w][part][panel]), q, full, panel * kPanel,
-                          tile.m * kRows + w * kRowsOfWarpgroup, tile.h, part * batch + tile.b);
+                          tile.m * kRows + w * kRowsOfWarpgroup, tile.h, part * p.batch + tile.b);
           }
         }
       }
@@ -146,12 +142,6 @@ struct Consumer {
   int chunk = 0;
   bool exact = false;  // the parts do: this warp's rows are not to be computed again
 
-  __device__ void release(unsigned long long& barrier) {
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
-  }
-  // A slot's number, known to the compiler to be the same in all lanes.
-  __device__ static unsigned uniform(unsigned slot) { return __shfl_sync(~0u, slot, 0); }
-
   // The three products of parts that count, the largest last.
   __device__ static constexpr int left_part(int product) { return product == 0 ? 1 : 0; }
   __device__ static constexpr int right_part(int product) { return product == 1 ? 1 : 0; }
@@ -182,19 +172,6 @@ struct Consumer {
       }
     }
     ptx::wgmma_commit();
-  }
-
-  __device__ void load_q() {
-    if constexpr (Q_IN_REGISTERS) {
-      const int r = warp * kRowsOfWarp + (lane & 15);
-      const unsigned address = ptx::shared_address(shared.q[warpgroup][0]) + r * 128;
-#pragma unroll
-      for (int step = 0; step < HEAD_DIM / 16; ++step) {
-        const int chunk_of_row = (step % 4) * 2 + (lane >> 4);  // of 16 bytes; swizzled with the row
-        ptx::load_matrices(q_large[step],
-                           address + (step / 4) * (kRowsOfWarpgroup * 128) + ((chunk_of_row ^ (r & 7)) << 4));
-      }
-    }
   }
 
   __device__ void multiply_pv() {
@@ -272,7 +249,7 @@ struct Consumer {
     exact = exact && products_reach <= kLargestProducts;
     ptx::wgmma_wait<0>();
     ptx::pin(s);
-    release(shared.k_empty[k_ring.slot]);
+    release(shared.k_empty[k_ring.slot], lane);
     k_ring.advance();
 
     finish_scores(p.forward, rows, block, s, nan_if_infinite(scale_of(p.forward) * of_q.unit * of_k.unit));
@@ -286,7 +263,7 @@ struct Consumer {
     multiply_pv();
     ptx::wgmma_wait<0>();
     ptx::pin(products);
-    release(shared.v_empty[v_ring.slot]);
+    release(shared.v_empty[v_ring.slot], lane);
     v_ring.advance();
     if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
@@ -299,10 +276,10 @@ struct Consumer {
   // A block that this warpgroup does not need. Its slots are full before they are given back: the phases stay in order.
   __device__ void skip() {
     ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[k_ring.slot]), k_ring.parity);
-    release(shared.k_empty[k_ring.slot]);
+    release(shared.k_empty[k_ring.slot], lane);
     k_ring.advance();
     ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[v_ring.slot]), v_ring.parity);
-    release(shared.v_empty[v_ring.slot]);
+    release(shared.v_empty[v_ring.slot], lane);
     v_ring.advance();
   }
 
@@ -327,9 +304,9 @@ struct Consumer {
       exact = true;
 #pragma unroll
       for (int e = 0; e < VALUE_DIM / 2; ++e) o[e] = 0.0f;
-      ptx::mbarrier_wait(ptx::shared_address(&shared.q_full), q_parity);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[0]), q_parity);
       q_parity ^= 1;
-      load_q();
+      if constexpr (Q_IN_REGISTERS) load_left_operand(q_large, ptx::shared_address(shared.q[warpgroup][0]), warp, lane);
       if (row0 < forward.seqlen_q) {
         const SplitGroup of_q = groups_of(p.q, tile.h)[row0 / kRowsOfWarpgroup];
         const int head = static_cast<int>(forward.group.quotient(tile.h));
@@ -344,7 +321,7 @@ struct Consumer {
       } else {
         for (; blocks.any(); blocks.advance()) skip();
       }
-      release(shared.q_empty);
+      release(shared.q_empty[0], lane);
       write();
     }
   }
@@ -426,18 +403,9 @@ extern "C" __global__ void __launch_bounds__(headrace::cuda::kThreads, 1)
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
-    constexpr int kConsumerWarps = 4 * WARPGROUPS;
-    const auto init = [](unsigned long long& barrier, unsigned arrivals) {
-      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
-    };
-    init(shared.q_full, 1);
-    init(shared.q_empty, kConsumerWarps);
-    for (int n = 0; n < STAGES; ++n) {
-      init(shared.k_full[n], 1);
-      init(shared.k_empty[n], kConsumerWarps);
-      init(shared.v_full[n], 1);
-      init(shared.v_empty[n], kConsumerWarps);
-    }
+    init_slots(shared.q_full, shared.q_empty);
+    init_slots(shared.k_full, shared.k_empty);
+    init_slots(shared.v_full, shared.v_empty);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();

@@ -31,7 +31,7 @@ struct SplitRowsParams {
 struct HopperSplitForwardParams {
   HopperForwardParams forward;
   Divisor value_chunks;  // of VALUE_DIM columns: each is a head's tile of its own
-  int head_dim;
+  int batch, head_dim;
   int pairs_out;  // two columns of out can be written at a time
   SplitTensor q, k, v;
 };

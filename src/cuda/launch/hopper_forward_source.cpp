@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 
+#include "cuda/launch/forward_constants.hpp"
+
 namespace headrace::cuda {
 namespace {
 
@@ -33,16 +35,14 @@ std::int64_t tiles_of(const Problem& p, const HopperForwardTile& tile) {
   return ceil_div(p.seqlen_q, tile.rows()) * p.batch * p.heads_q;
 }
 
-bool bounded(const Problem& p) { return p.batch > 0 && !p.band(0).everything(); }
-
 bool prefers_small(const Problem& p, const HopperForwardTile& large, int multiprocessors) {
   const bool narrow = large.head_dim <= 64;
-  if (bounded(p) && narrow && p.seqlen_k <= 1024) return true;  // most of a large tile would be edges
-  return tiles_of(p, large) <= (bounded(p) || narrow ? multiprocessors : multiprocessors / 2);
+  if (is_banded(p) && narrow && p.seqlen_k <= 1024) return true;  // most of a large tile would be edges
+  return tiles_of(p, large) <= (is_banded(p) || narrow ? multiprocessors : multiprocessors / 2);
 }
 
-KernelSource source_of(const HopperForwardTile& t, bool float16,
-                       std::vector<std::pair<std::string, long long>> options) {
+KernelSource source_of(const HopperForwardTile& t, bool float16, bool small_scale, bool paired,
+                       const Constants& options) {
   KernelSource source{.entry = "hopper_forward",
                       .file = "hopper_forward.cuh",
                       .constants = {{"FLOAT16", float16},
@@ -56,14 +56,11 @@ KernelSource source_of(const HopperForwardTile& t, bool float16,
                                     {"Q_IN_REGISTERS", t.q_in_registers},
                                     {"OUT_PANELS", t.out_panels_of_warp()},
                                     {"PRODUCER_REGISTERS", t.producer_registers},
-                                    {"CONSUMER_REGISTERS", t.consumer_registers}}};
+                                    {"CONSUMER_REGISTERS", t.consumer_registers},
+                                    {"SMALL_SCALE", small_scale},
+                                    {"PAIRED", paired}}};
   source.constants.insert(source.constants.end(), options.begin(), options.end());
   return source;
-}
-
-std::vector<std::pair<std::string, long long>> plain_options(bool paired) {
-  return {{"SMALL_SCALE", 1}, {"PAIRED", paired}, {"SOFTCAP", 0}, {"ALIBI", 0},  {"BIAS", 0},
-          {"MASK", 0},        {"BLOCK_MASK", 0},  {"SINKS", 0},   {"DROPOUT", 0}};
 }
 
 }  // namespace
@@ -71,33 +68,23 @@ std::vector<std::pair<std::string, long long>> plain_options(bool paired) {
 int HopperForwardTile::out_panels_of_warp() const { return std::min(out_panels, (value_dim + 63) / 64); }
 
 HopperForwardVariant hopper_forward_variant(const Problem& p, int multiprocessors) {
-  if (pretended_multiprocessors != 0) multiprocessors = pretended_multiprocessors;
+  multiprocessors = multiprocessors_to_fill(multiprocessors);
   const HopperForwardTile* large = fitting(large_tiles, p);
   const HopperForwardTile* small = fitting(small_tiles, p);
   const HopperForwardTile* tile = small != nullptr && prefers_small(p, *large, multiprocessors) ? small : large;
-  return {tile, bounded(p) && tiles_of(p, *tile) > static_cast<std::int64_t>(multiprocessors) * tile->blocks_per_sm};
+  return {tile, is_banded(p) && tiles_of(p, *tile) > static_cast<std::int64_t>(multiprocessors) * tile->blocks_per_sm};
 }
 
 KernelSource hopper_forward_source(const Problem& p, const HopperForwardVariant& variant) {
-  return source_of(*variant.tile, p.dtype == HR_FLOAT16,
-                   {{"SMALL_SCALE", p.scale > 0 && p.scale <= 0.693},
-                    {"PAIRED", variant.paired},
-                    {"SOFTCAP", p.softcap > 0},
-                    {"ALIBI", p.has_alibi},
-                    {"BIAS", !p.has_bias                  ? 0
-                             : p.bias_dtype == HR_FLOAT32 ? 2
-                                                          : 1},
-                    {"MASK", p.has_mask},
-                    {"BLOCK_MASK", p.has_block_mask},
-                    {"SINKS", p.has_sinks},
-                    {"DROPOUT", p.dropout_p > 0}});
+  return source_of(*variant.tile, p.dtype == HR_FLOAT16, p.scale > 0 && p.scale <= 0.693, variant.paired,
+                   option_constants(p));
 }
 
 std::vector<KernelSource> hopper_forward_standard_set() {
   std::vector<KernelSource> set;
   const auto add = [&](const HopperForwardTile& tile) {
     for (const bool float16 : {false, true}) {
-      for (const bool paired : {false, true}) set.push_back(source_of(tile, float16, plain_options(paired)));
+      for (const bool paired : {false, true}) set.push_back(source_of(tile, float16, true, paired, plain_constants()));
     }
   };
   std::for_each(large_tiles.begin(), large_tiles.end(), add);

@@ -29,9 +29,6 @@ struct HopperForwardVariant {
   bool paired;
 };
 
-// Tiles are chosen as if the device had so many multiprocessors, if not 0: tests reach every variant by small problems.
-inline thread_local int pretended_multiprocessors = 0;
-
 // Small tiles where large ones would leave multiprocessors idle.
 HopperForwardVariant hopper_forward_variant(const Problem& problem, int multiprocessors);
 

@@ -70,6 +70,7 @@ class HopperSplitForward final : public CudaKernel {
                                          .value_chunks = variant_.value_chunks(p),
                                          .most_blocks = multiprocessors});
     params_.value_chunks = divisor(variant_.value_chunks(p));
+    params_.batch = static_cast<int>(p.batch);
     params_.head_dim = static_cast<int>(p.head_dim);
     inputs_ = {{{"q", {p.batch, p.seqlen_q, p.heads_q, p.head_dim, p.q}, rows_of_q_group},
                 {"k", {p.batch, p.seqlen_k, p.heads_kv, p.head_dim, p.k}, variant_.tile->keys},

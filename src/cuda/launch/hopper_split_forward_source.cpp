@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "cuda/launch/hopper_forward_source.hpp"
+#include "cuda/launch/forward_constants.hpp"
 
 namespace headrace::cuda {
 namespace {
@@ -16,9 +16,7 @@ constexpr std::array<HopperSplitTile, 3> tiles = {{
     {256, 128, 32, false},
 }};
 
-using Constants = std::vector<std::pair<std::string, long long>>;
-
-KernelSource source_of(const HopperSplitTile& t, const Constants& options) {
+KernelSource source_of(const HopperSplitTile& t, bool paired, const Constants& options) {
   KernelSource source{.entry = "hopper_split_forward",
                       .file = "hopper_split_forward.cuh",
                       .constants = {{"HEAD_DIM", t.head_dim},
@@ -28,14 +26,10 @@ KernelSource source_of(const HopperSplitTile& t, const Constants& options) {
                                     {"STAGES", HopperSplitTile::stages},
                                     {"Q_IN_REGISTERS", t.q_in_registers},
                                     {"PRODUCER_REGISTERS", 24},
-                                    {"CONSUMER_REGISTERS", 240}}};
+                                    {"CONSUMER_REGISTERS", 240},
+                                    {"PAIRED", paired}}};
   source.constants.insert(source.constants.end(), options.begin(), options.end());
   return source;
-}
-
-Constants plain_options(bool paired) {
-  return {{"PAIRED", paired}, {"SOFTCAP", 0},    {"ALIBI", 0}, {"BIAS", 0},
-          {"MASK", 0},        {"BLOCK_MASK", 0}, {"SINKS", 0}, {"DROPOUT", 0}};
 }
 
 // Rows of up to so many columns, in groups of up to so many rows: both parts of a tile's blocks.
@@ -50,24 +44,16 @@ KernelSource split_rows_source(int columns) {
 std::int64_t HopperSplitVariant::value_chunks(const Problem& p) const { return ceil_div(p.value_dim, tile->value_dim); }
 
 HopperSplitVariant hopper_split_variant(const Problem& p, int multiprocessors) {
-  if (pretended_multiprocessors != 0) multiprocessors = pretended_multiprocessors;
   const auto* tile = std::find_if(tiles.begin(), tiles.end() - 1, [&](const HopperSplitTile& t) {
     return p.head_dim <= t.head_dim && (p.value_dim <= t.value_dim || t.head_dim > 64);
   });
   const HopperSplitVariant variant{tile, false};
   const std::int64_t all = ceil_div(p.seqlen_q, HopperSplitTile::rows) * p.batch * p.heads_q * variant.value_chunks(p);
-  return {tile, p.batch > 0 && !p.band(0).everything() && all > multiprocessors};
+  return {tile, is_banded(p) && all > multiprocessors_to_fill(multiprocessors)};
 }
 
 KernelSource hopper_split_forward_source(const Problem& p, const HopperSplitVariant& variant) {
-  return source_of(*variant.tile, {{"PAIRED", variant.paired},
-                                   {"SOFTCAP", p.softcap > 0},
-                                   {"ALIBI", p.has_alibi},
-                                   {"BIAS", p.has_bias ? 2 : 0},
-                                   {"MASK", p.has_mask},
-                                   {"BLOCK_MASK", p.has_block_mask},
-                                   {"SINKS", p.has_sinks},
-                                   {"DROPOUT", p.dropout_p > 0}});
+  return source_of(*variant.tile, variant.paired, option_constants(p));
 }
 
 KernelSource split_rows_source(const Problem& p) {
@@ -78,7 +64,7 @@ KernelSource split_rows_source(const Problem& p) {
 std::vector<KernelSource> hopper_split_standard_set() {
   std::vector<KernelSource> set;
   for (const HopperSplitTile& tile : tiles)
-    for (const bool paired : {false, true}) set.push_back(source_of(tile, plain_options(paired)));
+    for (const bool paired : {false, true}) set.push_back(source_of(tile, paired, plain_constants()));
   for (const int columns : {64, 128, 256}) set.push_back(split_rows_source(columns));
   return set;
 }
