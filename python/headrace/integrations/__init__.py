@@ -1,0 +1,1 @@
+"""Headrace inside other libraries: `headrace.integrations.transformers`."""
