@@ -8,51 +8,19 @@
 #include <limits>
 #include <mutex>
 
-#include "on_gpu.hpp"
+#include "accuracy.hpp"
+#include "cross_check.hpp"
 #include "support/standard_attention.hpp"
 
 namespace headrace::test {
 namespace {
 
-using Values = std::vector<double>;
-
-constexpr std::int64_t tile_dims[5][2] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {256, 256}};
-
-constexpr DType dtypes[] = {DType::bfloat16, DType::float16, DType::float32};
-
-double contract_of(DType dtype) { return dtype == DType::float32 ? 2e-6 : dtype == DType::float16 ? 1e-3 : 8e-3; }
-double largest_number(DType dtype) {
-  return dtype == DType::float32 ? 0x1.FFFFFEp127 : dtype == DType::float16 ? 65504.0 : 0x1.FEp127;
-}
-
-double largest_of(const Values& values) {
-  double largest = 0.0;
-  for (const double x : values)
-    if (std::isfinite(x)) largest = std::max(largest, std::abs(x));
-  return largest;
-}
-
-double largest_difference(const Values& a, const Values& b) {
-  double largest = 0.0;
-  for (std::size_t n = 0; n < a.size(); ++n)
-    if (a[n] != b[n]) largest = std::max(largest, std::abs(a[n] - b[n]));
-  return largest;
-}
-
-Spec spec_of(DType dtype, std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t dim) {
-  Spec spec{.seed = test_rng().bits(), .dtype = dtype};
-  spec.seqlen_q = seqlen_q;
-  spec.seqlen_k = seqlen_k;
-  spec.head_dim = spec.value_dim = dim;
-  return spec;
-}
-
 // Adds a failure that names `what`. Returns the relative error of out.
 double expect_as_good_as_standard(Call& call, const std::string& what, int threads) {
   const Spec& spec = call.spec;
   const Outcome outcome = run_on_gpu(call);
-  const Results exact = exact_forward(call, threads);
-  const std::string failure = judge_forward(call, outcome, exact);
+  const Results exact = exact_on_cpu(call, threads);
+  const std::string failure = judge(call, outcome, exact);
   if (!failure.empty()) {
     ADD_FAILURE() << what << ": " << spec.describe() << '\n' << failure;
     return 0.0;
@@ -79,13 +47,13 @@ TEST_F(ForwardAccuracy, NormalInputsKeepTheContract) {
   for (const auto& [head_dim, value_dim] : tile_dims) {
     for (const DType dtype : dtypes) {
       for (const Causal causal : {Causal::none, Causal::bottom_right}) {
-        Spec spec = spec_of(dtype, run_is_full() ? 1500 : 300, run_is_full() ? 2100 : 500, head_dim);
+        Spec spec = dense_spec(dtype, run_is_full() ? 1500 : 300, run_is_full() ? 2100 : 500, head_dim);
         spec.value_dim = value_dim;
         spec.causal = causal;
         Call call = make_call(spec);
         const Outcome outcome = run_on_gpu(call);
         ASSERT_EQ(outcome.failure, "") << spec.describe();
-        const Results exact = exact_forward(call, 0);
+        const Results exact = exact_on_cpu(call, 0);
         const double out = relative_difference(outcome.results.out, exact.out);
         const double lse = largest_difference(outcome.results.lse, exact.lse);
         std::printf("%-8s %3d/%-3d %-6s out %.2e, lse %.2e\n", name_of(dtype), static_cast<int>(head_dim),
@@ -204,7 +172,7 @@ class ForwardHostile : public OnGpu {
     for (const auto& [head_dim, value_dim] : tile_dims) {
       for (const DType dtype : dtypes) {
         for (const Causal causal : {Causal::none, Causal::bottom_right}) {
-          Spec spec = spec_of(dtype, 150, 700, head_dim);
+          Spec spec = dense_spec(dtype, 150, 700, head_dim);
           spec.value_dim = value_dim;
           spec.causal = causal;
           spec.scale = 1.0;
@@ -215,17 +183,6 @@ class ForwardHostile : public OnGpu {
     return specs;
   }
 
-  // The same inputs in both types, changed.
-  using Change = std::function<void(Values& q, Values& k, Values& v)>;
-  static Call changed(const Spec& spec, const Change& change) {
-    Call call = make_call(spec);
-    Values q = call.q.values(), k = call.k.values(), v = call.v.values();
-    change(q, k, v);
-    call.q.fill(q);
-    call.k.fill(k);
-    call.v.fill(v);
-    return call;
-  }
   static void expect_good(const Spec& spec, const std::string& what, const Change& change) {
     Call call = changed(spec, change);
     expect_as_good_as_standard(call, what, 0);
@@ -265,36 +222,31 @@ TEST_F(ForwardHostile, KernelsWithOptions) {
 
 TEST_F(ForwardHostile, KnownDistributions) {
   for (const DType dtype : dtypes) {
-    const Spec spec = spec_of(dtype, 300, 900, 64);
-    const auto times = [](Values& values, double factor) {
-      for (double& x : values) x *= factor;
-    };
-    const auto first_of_rows = [](Values& values, double x) {
-      for (std::size_t n = 0; n < values.size(); n += 64) values[n] = x;
-    };
-    expect_good(spec, "large logits", [&](Values& q, Values& k, Values&) { times(q, 10.0), times(k, 10.0); });
-    expect_good(spec, "huge logits", [&](Values& q, Values& k, Values&) { times(q, 100.0), times(k, 100.0); });
+    const Spec spec = dense_spec(dtype, 300, 900, 64);
+    expect_good(spec, "large logits", [&](Values& q, Values& k, Values&) { multiply(q, 10.0), multiply(k, 10.0); });
+    expect_good(spec, "huge logits", [&](Values& q, Values& k, Values&) { multiply(q, 100.0), multiply(k, 100.0); });
     expect_good(spec, "one dominant key", [&](Values& q, Values& k, Values&) {
       for (double& x : q) x += 1.0;
       for (std::size_t c = 0; c < 64; ++c) k[313 * 64 + c] += 1.3;
     });
     expect_good(spec, "logits offset by 1e4",
-                [&](Values& q, Values& k, Values&) { first_of_rows(q, 16.0), first_of_rows(k, 5000.0); });
+                [&](Values& q, Values& k, Values&) { set_first(q, 64, 16.0), set_first(k, 64, 5000.0); });
     expect_good(spec, "logits offset by -1e4",
-                [&](Values& q, Values& k, Values&) { first_of_rows(q, 16.0), first_of_rows(k, -5000.0); });
+                [&](Values& q, Values& k, Values&) { set_first(q, 64, 16.0), set_first(k, 64, -5000.0); });
     expect_good(spec, "values offset by 1e4", [&](Values&, Values&, Values& v) {
       for (double& x : v) x += 1e4;
     });
     expect_good(spec, "lse far below -88", [&](Values& q, Values& k, Values&) {
-      times(q, 0.1), times(k, 0.1);
-      first_of_rows(q, 4.0), first_of_rows(k, -500.0);
+      multiply(q, 0.1), multiply(k, 0.1);
+      set_first(q, 64, 4.0), set_first(k, 64, -500.0);
     });
     Spec tiny = spec;
     tiny.scale = 1.0;
     const double factor = dtype == DType::float16 ? 1e-4 : 1e-15;
-    expect_good(tiny, "tiny inputs",
-                [&](Values& q, Values& k, Values& v) { times(q, factor), times(k, factor), times(v, factor); });
-    expect_good(spec_of(dtype, 70, 20000, 64), "equal scores over long keys", [](Values& q, Values&, Values& v) {
+    expect_good(tiny, "tiny inputs", [&](Values& q, Values& k, Values& v) {
+      multiply(q, factor), multiply(k, factor), multiply(v, factor);
+    });
+    expect_good(dense_spec(dtype, 70, 20000, 64), "equal scores over long keys", [](Values& q, Values&, Values& v) {
       std::fill(q.begin(), q.end(), 0.0);
       std::fill(v.begin(), v.end(), 1.375);
     });
@@ -304,7 +256,7 @@ TEST_F(ForwardHostile, KnownDistributions) {
 TEST_F(ForwardHostile, WindowOfOneKeyIsItsValue) {
   for (const DType dtype : dtypes) {
     for (const auto& [head_dim, value_dim] : tile_dims) {
-      Spec spec = spec_of(dtype, 500, 500, head_dim);
+      Spec spec = dense_spec(dtype, 500, 500, head_dim);
       spec.value_dim = value_dim;
       spec.window_left = spec.window_right = 0;
       Call call = make_call(spec);
@@ -323,7 +275,7 @@ TEST_F(ForwardHostile, AveragesOfTheLargestNumberAreFinite) {
   for (const DType dtype : dtypes) {
     for (const std::int64_t seqlen_k : {1, 100, 700, 5000}) {
       const double largest = largest_number(dtype);
-      const Spec spec = spec_of(dtype, 70, seqlen_k, 128);
+      const Spec spec = dense_spec(dtype, 70, seqlen_k, 128);
       Call call = changed(spec, [&](Values&, Values&, Values& v) { std::fill(v.begin(), v.end(), largest); });
       const Outcome outcome = run_on_gpu(call);
       ASSERT_EQ(outcome.failure, "") << spec.describe();
@@ -333,14 +285,14 @@ TEST_F(ForwardHostile, AveragesOfTheLargestNumberAreFinite) {
 }
 
 TEST_F(ForwardHostile, LargeAndSmallSoftcaps) {
-  std::vector<Spec> variants(3, spec_of(DType::bfloat16, 200, 300, 64));
+  std::vector<Spec> variants(3, dense_spec(DType::bfloat16, 200, 300, 64));
   variants[1].dtype = DType::float16;
   variants[2].dtype = DType::float32;
   for (Spec& spec : variants) spec.softcap = 1.0;
   load_variants(variants);
   for (const DType dtype : dtypes) {
     for (const double cap : {1e-300, 1e-3, 0.1, 1.0, 50.0, 1e4, 1e8, 1e42, 1e300}) {
-      Spec spec = spec_of(dtype, 200, 300, 64);
+      Spec spec = dense_spec(dtype, 200, 300, 64);
       spec.softcap = cap;
       Call call = changed(spec, [](Values& q, Values& k, Values&) {
         for (Values* values : {&q, &k})
@@ -348,7 +300,7 @@ TEST_F(ForwardHostile, LargeAndSmallSoftcaps) {
       });
       const Outcome outcome = run_on_gpu(call);
       ASSERT_EQ(outcome.failure, "") << spec.describe();
-      const Results exact = exact_forward(call, 0);
+      const Results exact = exact_on_cpu(call, 0);
       EXPECT_LE(relative_difference(outcome.results.out, exact.out), contract_of(dtype)) << spec.describe();
       EXPECT_LE(largest_difference(outcome.results.lse, exact.lse),
                 std::max(1e-5, 16 * 0x1p-24 * largest_of(exact.lse)))
@@ -359,7 +311,7 @@ TEST_F(ForwardHostile, LargeAndSmallSoftcaps) {
 
 // The type's lowest number is a finite bias: it hides no key, and where all keys have it they count alike.
 TEST_F(ForwardHostile, TheLowestBiasHidesNothing) {
-  std::vector<Spec> specs(2, spec_of(DType::bfloat16, 70, 300, 64));
+  std::vector<Spec> specs(2, dense_spec(DType::bfloat16, 70, 300, 64));
   for (Spec& spec : specs) {
     spec.bias.present = true;
     spec.bias.full = {false, false, true, true};
@@ -381,7 +333,7 @@ TEST_F(ForwardHostile, TheLowestBiasHidesNothing) {
 
 TEST_F(ForwardHostile, ScoresNearTheLargestFloat) {
   for (const double sign : {1.0, -1.0}) {
-    Spec spec = spec_of(DType::bfloat16, 9, 300, 64);
+    Spec spec = dense_spec(DType::bfloat16, 9, 300, 64);
     spec.scale = 1.0;
     Call call = changed(spec, [&](Values& q, Values& k, Values&) {
       std::fill(q.begin(), q.end(), 0.0);
@@ -392,7 +344,7 @@ TEST_F(ForwardHostile, ScoresNearTheLargestFloat) {
     });
     const Outcome outcome = run_on_gpu(call);
     ASSERT_EQ(outcome.failure, "");
-    const Results exact = exact_forward(call, 0);
+    const Results exact = exact_on_cpu(call, 0);
     EXPECT_EQ(outcome.results.out, exact.out) << "sign " << sign;
     for (std::size_t i = 0; i < 9; ++i)
       EXPECT_NEAR(outcome.results.lse[i] / exact.lse[i], 1.0, 1e-6) << "sign " << sign;
@@ -405,7 +357,7 @@ TEST_F(ForwardHostile, ScaleAndProductsThatMeetInTheMiddle) {
   };
   for (const Extreme& e : {Extreme{1e19, 1e18, 1e-37}, Extreme{1e-20, 1e-18, 3e38}, Extreme{1e-18, 1e15, 1e3},
                            Extreme{1e18, 1e-15, 1e-3}, Extreme{1e10, 1e27, 1e-37}, Extreme{1e27, 1e10, 1e-37}}) {
-    Spec spec = spec_of(DType::bfloat16, 20, 300, 64);
+    Spec spec = dense_spec(DType::bfloat16, 20, 300, 64);
     spec.scale = e.scale;
     Call call = changed(spec, [&](Values& q, Values& k, Values&) {
       for (double& x : q) x *= e.q;
@@ -413,7 +365,7 @@ TEST_F(ForwardHostile, ScaleAndProductsThatMeetInTheMiddle) {
     });
     const Outcome outcome = run_on_gpu(call);
     ASSERT_EQ(outcome.failure, "") << spec.describe();
-    const Results exact = exact_forward(call, 0);
+    const Results exact = exact_on_cpu(call, 0);
     EXPECT_LE(relative_difference(outcome.results.out, exact.out), 8e-3)
         << "q times " << e.q << ", k times " << e.k << ": " << spec.describe();
     EXPECT_LE(largest_difference(outcome.results.lse, exact.lse), 1e-3)
@@ -428,7 +380,7 @@ TEST_F(ForwardHostile, NotANumberShows) {
   for (const auto& [head_dim, value_dim] : tile_dims) {
     for (const DType dtype : dtypes) {
       // Full attention: every row sees every key, so that the reference says all.
-      Spec spec = spec_of(dtype, 200, 500, head_dim);
+      Spec spec = dense_spec(dtype, 200, 500, head_dim);
       spec.value_dim = value_dim;
       const auto d = static_cast<std::size_t>(head_dim), dv = static_cast<std::size_t>(value_dim);
       for (const std::size_t key : {std::size_t{499}, std::size_t{250}, std::size_t{1}}) {
@@ -437,7 +389,7 @@ TEST_F(ForwardHostile, NotANumberShows) {
           Call call = changed(spec, change);
           const Outcome outcome = run_on_gpu(call);
           ASSERT_EQ(outcome.failure, "");
-          const Results exact = exact_forward(call, 0);
+          const Results exact = exact_on_cpu(call, 0);
           std::size_t wrong = 0;
           for (std::size_t n = 0; n < exact.out.size(); ++n) {
             const double got = outcome.results.out[n], right = exact.out[n];

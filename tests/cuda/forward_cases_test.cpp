@@ -24,7 +24,7 @@ class ForwardCases : public OnGpu {
 
   static Results run_and_expect_exact_on_gpu(Call& call) {
     const Outcome outcome = run_on_gpu(call);
-    EXPECT_EQ(judge_forward(call, outcome, exact_forward(call, 0)), "") << call.spec.describe();
+    EXPECT_EQ(judge(call, outcome, exact_on_cpu(call, 0)), "") << call.spec.describe();
     return outcome.results;
   }
   static void expect_exact_on_gpu(const Spec& s) {

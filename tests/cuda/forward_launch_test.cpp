@@ -2,13 +2,11 @@
 // refused.
 #include <gmock/gmock.h>
 
-#include <atomic>
-#include <functional>
 #include <string>
 #include <thread>
 
 #include "cuda/launch/tma_input.hpp"
-#include "on_gpu.hpp"
+#include "launches.hpp"
 
 namespace headrace::test {
 namespace {
@@ -16,97 +14,16 @@ namespace {
 using testing::HasSubstr;
 using testing::StartsWith;
 
-Spec spec_of(DType dtype, std::int64_t seqlen, std::int64_t dim, Causal causal) {
-  Spec spec{.seed = test_rng().bits(), .dtype = dtype, .batch = 2, .heads_kv = 2, .group = 4};
-  spec.seqlen_q = spec.seqlen_k = seqlen;
-  spec.head_dim = spec.value_dim = dim;
-  spec.causal = causal;
-  return spec;
-}
-
-// A call on the device whose out is contiguous, so that its bits are one copy.
-class Launch {
- public:
-  Launch(const Spec& spec, const GpuStream& stream) : Launch(make_call(spec), stream) {}
-  Launch(Call call, const GpuStream& stream)
-      : stream_(stream), call_(std::move(call)), on_gpu_(call_, stream.get()), size_(2 * call_.out.size()) {
-    on_gpu_.upload();
-  }
-
-  [[nodiscard]] const Call& call() const { return call_; }
-  [[nodiscard]] const Attention& attention() const { return on_gpu_.attention(); }
-  [[nodiscard]] Attention& attention() { return on_gpu_.attention(); }
-
-  // Sets out to NaN, in the order of the stream.
-  void poison() const { check(driver().cuMemsetD8Async(address(), 0xFF, size(), stream_.get()), "cuMemsetD8Async"); }
-  [[nodiscard]] std::vector<std::byte> bits() const {
-    std::vector<std::byte> result(size());
-    check(driver().cuMemcpyDtoHAsync(result.data(), address(), size(), stream_.get()), "cuMemcpyDtoHAsync");
-    stream_.synchronize(call_.spec.describe());
-    return result;
-  }
-  [[nodiscard]] std::vector<std::byte> run() const {
-    poison();
-    forward(on_gpu_.attention());
-    return bits();
-  }
-  // Of the bits that a run gave.
-  [[nodiscard]] std::string judge() {
-    Outcome outcome{.results = {}, .failure = on_gpu_.download()};
-    outcome.results.out = call_.out.values();
-    outcome.results.lse = call_.lse.values();
-    return judge_forward(call_, outcome, exact_forward(call_, 0));
-  }
-
- private:
-  [[nodiscard]] CUdeviceptr address() const { return reinterpret_cast<CUdeviceptr>(on_gpu_.attention().out.data); }
-  [[nodiscard]] std::size_t size() const { return static_cast<std::size_t>(size_); }
-
-  const GpuStream& stream_;
-  Call call_;
-  GpuCall on_gpu_;
-  std::int64_t size_;
-};
-
 class ForwardLaunch : public OnGpu {};
-
-// Launches on a stream of its own until it ends.
-class BusyStream {
- public:
-  BusyStream() : thread_([this] { run(); }) {}
-  ~BusyStream() {
-    stop_ = true;
-    thread_.join();
-  }
-  BusyStream(const BusyStream&) = delete;
-  BusyStream& operator=(const BusyStream&) = delete;
-
- private:
-  void run() const {
-    const ContextScope scope(0);
-    const GpuStream stream;
-    // Few tiles, so that it shares the multiprocessors with others instead of waiting for them.
-    Spec spec = spec_of(DType::bfloat16, 1100, 128, Causal::none);
-    spec.batch = 1;
-    const Launch launch(spec, stream);
-    while (!stop_) {
-      for (int n = 0; n < 20; ++n) forward(launch.attention());
-      stream.synchronize("the busy stream");
-    }
-  }
-
-  std::atomic<bool> stop_ = false;
-  std::thread thread_;
-};
 
 TEST_F(ForwardLaunch, TheSameBitsAThousandTimesBesideABusyStream) {
   const ContextScope scope(0);
   const BusyStream busy;
   const GpuStream stream;
   std::vector<Spec> specs = {
-      spec_of(DType::bfloat16, 520, 128, Causal::bottom_right), spec_of(DType::float16, 700, 64, Causal::none),
-      spec_of(DType::bfloat16, 400, 256, Causal::bottom_right), spec_of(DType::float16, 333, 96, Causal::none),
-      spec_of(DType::float32, 300, 128, Causal::bottom_right)};
+      launch_spec(DType::bfloat16, 520, 128, Causal::bottom_right), launch_spec(DType::float16, 700, 64, Causal::none),
+      launch_spec(DType::bfloat16, 400, 256, Causal::bottom_right), launch_spec(DType::float16, 333, 96, Causal::none),
+      launch_spec(DType::float32, 300, 128, Causal::bottom_right)};
   specs[1].window_left = 100;
   specs[3].inputs = Inputs::one_key;  // some tiles are done twice
   for (const Spec& spec : specs) {
@@ -114,46 +31,13 @@ TEST_F(ForwardLaunch, TheSameBitsAThousandTimesBesideABusyStream) {
     const std::vector<std::byte> first = launch.run();
     const int count = scaled(1000);
     for (int n = 1; n < count; ++n) {
-      const std::vector<std::byte> bits = launch.run();
-      if (bits == first) continue;
-      std::size_t different = 0;
-      for (std::size_t i = 0; i < bits.size(); i += 2) different += bits[i] != first[i] || bits[i + 1] != first[i + 1];
-      ADD_FAILURE() << "launch " << n << " has " << different << " other elements of " << bits.size() / 2 << ": "
-                    << spec.describe();
+      const std::string difference = bits_that_differ(launch.run(), first);
+      if (difference.empty()) continue;
+      ADD_FAILURE() << "launch " << n << ": " << difference << ": " << spec.describe();
       break;
     }
   }
 }
-
-// What a stream captures while `work` runs.
-class Graph {
- public:
-  Graph(const GpuStream& stream, cuda::CUstreamCaptureMode mode, const std::function<void()>& work) : stream_(stream) {
-    check(driver().cuStreamBeginCapture(stream.get(), mode), "cuStreamBeginCapture");
-    try {
-      work();
-    } catch (const Error& thrown) {
-      error_ = thrown.what();
-    }
-    check(driver().cuStreamEndCapture(stream.get(), &graph_), "cuStreamEndCapture");
-    if (error_.empty()) check(driver().cuGraphInstantiate(&executable_, graph_, 0), "cuGraphInstantiate");
-  }
-  ~Graph() {
-    if (executable_ != nullptr) driver().cuGraphExecDestroy(executable_);
-    if (graph_ != nullptr) driver().cuGraphDestroy(graph_);
-  }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-
-  [[nodiscard]] const std::string& error() const { return error_; }  // of work; empty if it went well
-  void replay() const { check(driver().cuGraphLaunch(executable_, stream_.get()), "cuGraphLaunch"); }
-
- private:
-  const GpuStream& stream_;
-  std::string error_;
-  cuda::CUgraph graph_ = nullptr;
-  cuda::CUgraphExec executable_ = nullptr;
-};
 
 TEST_F(ForwardLaunch, AGraphGivesTheSameBits) {
   const ContextScope scope(0);
@@ -163,12 +47,12 @@ TEST_F(ForwardLaunch, AGraphGivesTheSameBits) {
         cuda::CU_STREAM_CAPTURE_MODE_RELAXED}) {
     SCOPED_TRACE(static_cast<int>(mode));
     // A kernel that has not been loaded yet, each time.
-    Launch launch(spec_of(mode == cuda::CU_STREAM_CAPTURE_MODE_GLOBAL ? DType::bfloat16 : DType::float16, 300,
-                          mode == cuda::CU_STREAM_CAPTURE_MODE_RELAXED ? 64 : 128, Causal::bottom_right),
+    Launch launch(launch_spec(mode == cuda::CU_STREAM_CAPTURE_MODE_GLOBAL ? DType::bfloat16 : DType::float16, 300,
+                              mode == cuda::CU_STREAM_CAPTURE_MODE_RELAXED ? 64 : 128, Causal::bottom_right),
                   stream);
     launch.poison();
     stream.synchronize("poison");
-    const Graph graph(stream, mode, [&] { forward(launch.attention()); });
+    const Graph graph(stream, mode, [&] { launch.launch(); });
     ASSERT_EQ(graph.error(), "");
     const std::vector<std::byte> direct = launch.run();
     for (int replay = 0; replay < 3; ++replay) {
@@ -181,8 +65,8 @@ TEST_F(ForwardLaunch, AGraphGivesTheSameBits) {
 }
 
 TEST_F(ForwardLaunch, TwoThreadsAtOnce) {
-  const Spec specs[] = {spec_of(DType::bfloat16, 500, 128, Causal::none),
-                        spec_of(DType::float16, 450, 64, Causal::bottom_right)};
+  const Spec specs[] = {launch_spec(DType::bfloat16, 500, 128, Causal::none),
+                        launch_spec(DType::float16, 450, 64, Causal::bottom_right)};
   std::vector<std::thread> workers;
   for (const Spec& spec : specs)
     workers.emplace_back([&spec] {
@@ -202,7 +86,7 @@ TEST_F(ForwardLaunch, TwoThreadsAtOnce) {
 TEST_F(ForwardLaunch, OnePlanForManyThreads) {
   const ContextScope scope(0);
   const GpuStream stream;
-  const Spec spec = spec_of(DType::bfloat16, 300, 128, Causal::bottom_right);
+  const Spec spec = launch_spec(DType::bfloat16, 300, 128, Causal::bottom_right);
   const Launch planned(spec, stream);
   const Plan plan(planned.attention(), Pass::forward);
   EXPECT_EQ(plan.workspace_bytes(), 0u);
@@ -225,7 +109,7 @@ TEST_F(ForwardLaunch, OnePlanForManyThreads) {
 TEST_F(ForwardLaunch, EachCallHasItsOwnOptions) {
   const ContextScope scope(0);
   const GpuStream stream;
-  Launch launch(spec_of(DType::bfloat16, 200, 64, Causal::none), stream);
+  Launch launch(launch_spec(DType::bfloat16, 200, 64, Causal::none), stream);
   const auto with_scale = [&](double scale) {
     launch.attention().scale = scale;
     return launch.run();
@@ -242,7 +126,7 @@ TEST_F(ForwardLaunch, WorksWithoutACurrentContextAndOnTheDefaultStream) {
   {
     const ContextScope scope(0);
     stream = std::make_unique<GpuStream>();
-    launch = std::make_unique<Launch>(spec_of(DType::float16, 260, 128, Causal::none), *stream);
+    launch = std::make_unique<Launch>(launch_spec(DType::float16, 260, 128, Causal::none), *stream);
     bits = launch->run();
     launch->poison();
     stream->synchronize("poison");
@@ -251,7 +135,7 @@ TEST_F(ForwardLaunch, WorksWithoutACurrentContextAndOnTheDefaultStream) {
   check(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent");
   ASSERT_EQ(current, nullptr);
   launch->attention().stream = nullptr;
-  forward(launch->attention());
+  launch->launch();
   check(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent");
   EXPECT_EQ(current, nullptr);
   const ContextScope scope(0);
@@ -264,7 +148,7 @@ TEST_F(ForwardLaunch, WorksWithoutACurrentContextAndOnTheDefaultStream) {
 TEST_F(ForwardLaunch, RefusesMemoryOfTheHost) {
   const ContextScope scope(0);
   const GpuStream stream;
-  Spec spec = spec_of(DType::bfloat16, 130, 64, Causal::none);
+  Spec spec = launch_spec(DType::bfloat16, 130, 64, Causal::none);
   spec.bias.present = spec.mask.present = spec.blocks.present = true;
   spec.blocks.block_q = spec.blocks.block_k = 64;
   spec.alibi = Alibi::heads;
@@ -296,7 +180,7 @@ TEST_F(ForwardLaunch, CopiedInputsGiveTheSameBits) {
   const ContextScope scope(0);
   const GpuStream stream;
   for (const std::int64_t dim : {64, 40, 256}) {
-    const Spec spec = spec_of(DType::bfloat16, 300, dim, Causal::bottom_right);
+    const Spec spec = launch_spec(DType::bfloat16, 300, dim, Causal::bottom_right);
     const Launch in_place(spec, stream);
     const std::vector<std::byte> bits = in_place.run();
     for (Layout Spec::*layout : {&Spec::q_layout, &Spec::k_layout, &Spec::v_layout}) {
@@ -320,7 +204,7 @@ TEST_F(ForwardLaunch, CopiedInputsGiveTheSameBits) {
           "cuMemcpyDtoDAsync");
       t.data = reinterpret_cast<void*>(shifted.address() + 2);
       launch.poison();
-      forward(attention);
+      launch.launch(attention);
       EXPECT_TRUE(launch.bits() == bits) << spec.describe();
     }
   }
@@ -361,7 +245,7 @@ TEST_F(ForwardLaunch, CopiesRowsOf32Bits) {
 TEST_F(ForwardLaunch, AGraphCopiesInputs) {
   const ContextScope scope(0);
   const GpuStream stream;
-  const Spec spec = spec_of(DType::float16, 300, 100, Causal::bottom_right);
+  const Spec spec = launch_spec(DType::float16, 300, 100, Causal::bottom_right);
   Launch launch(spec, stream);
   const std::vector<std::byte> direct = launch.run();
   const Plan plan(launch.attention(), Pass::forward);
@@ -373,7 +257,7 @@ TEST_F(ForwardLaunch, AGraphCopiesInputs) {
       if (planned)
         plan.execute(launch.attention(), workspace.span());
       else
-        forward(launch.attention());
+        launch.launch();
     });
     ASSERT_EQ(graph.error(), "");
     for (int replay = 0; replay < 3; ++replay) {

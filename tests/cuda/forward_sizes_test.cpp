@@ -1,9 +1,7 @@
 // Sizes that overflow what is too narrow: grids beyond 65535, lists of tiles, offsets beyond 2^31 elements.
-#include <array>
-#include <cstring>
-
 #include "describe/problem.hpp"
 #include "on_gpu.hpp"
+#include "spread_tensor.hpp"
 
 namespace headrace::test {
 namespace {
@@ -24,7 +22,7 @@ TEST_F(ForwardSizes, MoreThan65535Heads) {
       spec.causal = causal;
       Call call = make_call(spec);
       const Outcome outcome = run_on_gpu(call);
-      EXPECT_EQ(judge_forward(call, outcome, exact_forward(call, 0)), "") << spec.describe();
+      EXPECT_EQ(judge(call, outcome, exact_on_cpu(call, 0)), "") << spec.describe();
       if (size.seqlen_q == 1) {
         EXPECT_EQ(outcome.results.out, call.v.values()) << spec.describe();
       }
@@ -47,7 +45,7 @@ class ManyTiles : public ForwardSizes {
     for (std::size_t j = 0; j < k.size() / d; ++j) k[j * d] = j == 5 ? 500.0 : 0.0;
     call.q.fill(q);
     call.k.fill(k);
-    const Results exact = exact_forward(call, 0);
+    const Results exact = exact_on_cpu(call, 0);
     const Results bounds = error_bounds(DenseCall(call), exact, spec.dtype, DType::float32, DType::float32);
 
     const ContextScope scope(0);
@@ -111,92 +109,6 @@ TEST_F(ManyTiles, MoreThanTheListHasBits) {
   }
 }
 
-// An Array on the device with its elements more than 2^31 apart: one dimension has a very large stride, the others are
-// packed. The memory between them is NaN.
-class SpreadTensor {
- public:
-  // The large stride is a multiple of 8 elements, and `remainder` more.
-  SpreadTensor(Array& array, int spread, int remainder = 0)
-      : array_(array), view_(array.view()), bytes_(place(spread, remainder)), memory_(bytes_) {
-    view_.data = reinterpret_cast<void*>(memory_.address());
-    check(driver().cuMemsetD8Async(memory_.address(), 0xFF, bytes_, nullptr), "cuMemsetD8Async");
-    check(driver().cuCtxSynchronize(), "cuCtxSynchronize");
-  }
-
-  [[nodiscard]] Tensor view() const { return view_; }
-
-  void scatter() const {
-    const std::vector<std::byte> bits = array_.bytes();
-    std::size_t at = 0;
-    for_each_run([&](CUdeviceptr address, std::size_t size) {
-      check(driver().cuMemcpyHtoD(address, bits.data() + at, size), "cuMemcpyHtoD");
-      at += size;
-    });
-    check(driver().cuCtxSynchronize(), "cuCtxSynchronize");
-  }
-
-  void gather() {
-    std::vector<std::byte> bits;
-    for_each_run([&](CUdeviceptr address, std::size_t size) {
-      bits.resize(bits.size() + size);
-      check(driver().cuMemcpyDtoH(bits.data() + bits.size() - size, address, size), "cuMemcpyDtoH");
-    });
-    std::vector<double> values;
-    const auto size = static_cast<std::size_t>(size_of(array_.dtype()));
-    for (std::size_t n = 0; n < bits.size(); n += size) values.push_back(decode(array_.dtype(), bits.data() + n));
-    array_.fill(values);
-  }
-
- private:
-  // Sets the strides and returns the size of the memory.
-  std::size_t place(int spread, int remainder) {
-    std::int64_t next = 1, last = 0;
-    for (int i = view_.ndim - 1; i >= 0; --i) {
-      if (i == spread) continue;
-      view_.stride[i] = next;
-      last += (view_.shape[i] - 1) * next;
-      next *= view_.shape[i];
-    }
-    constexpr std::int64_t beyond = (std::int64_t{1} << 31) + 1;
-    view_.stride[spread] = (beyond / (view_.shape[spread] - 1) + 8) / 8 * 8 + remainder;
-    last += (view_.shape[spread] - 1) * view_.stride[spread];
-    return static_cast<std::size_t>((last + 1) * size_of(array_.dtype()));
-  }
-
-  // The contiguous pieces, row-major.
-  template <typename F>
-  void for_each_run(F&& visit) const {
-    const int n = view_.ndim;
-    const bool whole_rows = view_.stride[n - 1] == 1;
-    std::array<std::int64_t, 4> shape{1, 1, 1, 1}, stride{};
-    for (int i = 0; i < n; ++i) {
-      shape[static_cast<std::size_t>(4 - n + i)] = view_.shape[i];
-      stride[static_cast<std::size_t>(4 - n + i)] = view_.stride[i];
-    }
-    const std::int64_t run = whole_rows ? shape[3] : 1, size = size_of(array_.dtype());
-    for (std::int64_t a = 0; a < shape[0]; ++a)
-      for (std::int64_t b = 0; b < shape[1]; ++b)
-        for (std::int64_t c = 0; c < shape[2]; ++c)
-          for (std::int64_t d = 0; d < shape[3]; d += run) {
-            const std::int64_t at = a * stride[0] + b * stride[1] + c * stride[2] + d * stride[3];
-            visit(memory_.address() + static_cast<CUdeviceptr>(at * size), static_cast<std::size_t>(run * size));
-          }
-  }
-
-  Array& array_;
-  Tensor view_;
-  std::size_t bytes_;
-  GpuMemory memory_;
-};
-
-Spec spec_of_spread(std::uint64_t seed) {
-  Spec spec{.seed = seed, .dtype = DType::bfloat16, .batch = 2, .heads_kv = 2};
-  spec.seqlen_q = 70;
-  spec.seqlen_k = 150;
-  spec.head_dim = spec.value_dim = 64;
-  return spec;
-}
-
 std::string judge_spread(Call& call, Attention& attention, const GpuStream& stream, SpreadTensor* out,
                          SpreadTensor* lse, GpuCall& on_gpu) {
   attention.stream = stream.get();
@@ -211,11 +123,7 @@ std::string judge_spread(Call& call, Attention& attention, const GpuStream& stre
   }
   outcome.results.out = call.out.values();
   outcome.results.lse = call.lse.values();
-  return judge_forward(call, outcome, exact_forward(call, 0));
-}
-
-bool out_of_memory(const std::exception& error) {
-  return std::strstr(error.what(), "cuMemAlloc failed: CUDA error 2 ") != nullptr;
+  return judge(call, outcome, exact_on_cpu(call, 0));
 }
 
 // q, k, v, out and lse, 4 to 8 GiB each.
@@ -276,35 +184,22 @@ TEST_F(ForwardSizes, OffsetsBeyondTwoToThe31_OfBiasAndMask) {
 // A boolean mask of more than 2^32 bytes: every row sees one key, whose value is the result.
 TEST_F(ForwardSizes, AMaskOfMoreThanTwoToThe32Bytes) {
   constexpr std::int64_t seqlen = 66000, dim = 8;
-  Spec spec{.seed = test_rng().bits(), .dtype = DType::bfloat16};
-  spec.seqlen_q = spec.seqlen_k = seqlen;
-  spec.head_dim = spec.value_dim = dim;
-  Call call = make_call(spec);
+  Call call = make_call(dense_spec(DType::bfloat16, seqlen, seqlen, dim));
   const ContextScope scope(0);
   const GpuStream stream;
   try {
-    constexpr auto bytes = static_cast<std::size_t>(seqlen * seqlen);
-    const GpuMemory mask(bytes);
-    check(driver().cuMemsetD8Async(mask.address(), 0, bytes, stream.get()), "cuMemsetD8Async");
-    Rng rng(spec.seed);
-    std::vector<std::int64_t> keys;
-    for (std::int64_t i = 0; i < seqlen; ++i) {
-      keys.push_back(i % 1000 == 0 ? seqlen - 1 : rng.integer(0, seqlen - 1));
-      check(driver().cuMemsetD8Async(mask.address() + static_cast<CUdeviceptr>(i * seqlen + keys.back()), 1, 1,
-                                     stream.get()),
-            "cuMemsetD8Async");
-    }
+    const OneKeyMask mask(seqlen, call.spec.seed);
     GpuCall on_gpu(call, stream.get());
     on_gpu.upload();
     Attention attention = on_gpu.attention();
-    attention.mask = Tensor(reinterpret_cast<void*>(mask.address()), DType::boolean, {1, 1, seqlen, seqlen});
+    attention.mask = mask.view();
     forward(attention);
-    stream.synchronize(spec.describe());
+    stream.synchronize(call.spec.describe());
     EXPECT_EQ(on_gpu.download(), "");
     const std::vector<double> out = call.out.values(), v = call.v.values();
     std::size_t wrong = 0;
     for (std::size_t n = 0; n < out.size(); ++n) {
-      const auto row = n / dim, key = static_cast<std::size_t>(keys[row]);
+      const std::size_t row = n / dim, key = mask.keys()[row];
       if (out[n] == v[key * dim + n % dim]) continue;
       if (wrong++ == 0) ADD_FAILURE() << "row " << row << " sees key " << key << " and is " << out[n];
     }

@@ -10,7 +10,6 @@
 #include <thread>
 
 #include "cuda/driver/devices.hpp"
-#include "cuda/driver/module_cache.hpp"
 #include "cuda/launch/forward_constants.hpp"
 #include "cuda/launch/hopper_forward_source.hpp"
 #include "cuda/launch/hopper_split_forward_source.hpp"
@@ -78,11 +77,24 @@ constexpr Member members[] = {{"q", &Call::q, &Attention::q},
                               {"mask", &Call::mask, &Attention::mask},
                               {"alibi_slopes", &Call::alibi_slopes, &Attention::alibi_slopes},
                               {"sinks", &Call::sinks, &Attention::sinks},
-                              {"block_mask", &Call::block_mask, &Attention::block_mask}};
+                              {"block_mask", &Call::block_mask, &Attention::block_mask},
+                              {"dout", &Call::dout, &Attention::dout},
+                              {"dlse", &Call::dlse, &Attention::dlse},
+                              {"dq", &Call::dq, &Attention::dq},
+                              {"dk", &Call::dk, &Attention::dk},
+                              {"dv", &Call::dv, &Attention::dv},
+                              {"dbias", &Call::dbias, &Attention::dbias},
+                              {"dsinks", &Call::dsinks, &Attention::dsinks}};
 
-bool is_written(const Member& member) { return member.array == &Call::out || member.array == &Call::lse; }
+bool is_one_of(const Member& member, std::initializer_list<Array Call::*> arrays) {
+  return std::find(arrays.begin(), arrays.end(), member.array) != arrays.end();
+}
+bool is_written(const Member& member, Pass pass) {
+  if (pass == Pass::forward) return is_one_of(member, {&Call::out, &Call::lse});
+  return is_one_of(member, {&Call::dq, &Call::dk, &Call::dv, &Call::dbias, &Call::dsinks});
+}
 
-void forget_gradients(Attention& a) { a.dout = a.dlse = a.dq = a.dk = a.dv = a.dbias = a.dsinks = Tensor(); }
+const char* name_of(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
 
 std::string error_of(const std::exception& error) { return std::string("  throws: ") + error.what() + "\n"; }
 
@@ -111,13 +123,13 @@ GpuWorkspace::GpuWorkspace(std::size_t bytes) : bytes_(bytes), memory_(bytes + 2
 std::span<std::byte> GpuWorkspace::span() const {
   return {reinterpret_cast<std::byte*>(memory_.address() + band), bytes_};
 }
-std::string GpuWorkspace::judge() const {
+std::string GpuWorkspace::judge(Pass pass) const {
   std::vector<std::byte> bytes(bytes_ + 2 * band);
   check(driver().cuMemcpyDtoH(bytes.data(), memory_.address(), bytes.size()), "cuMemcpyDtoH");
   const auto written = [](std::byte byte) { return byte != std::byte{0xFF}; };
   const auto end = bytes.end() - static_cast<std::ptrdiff_t>(band);
   return std::any_of(bytes.begin(), bytes.begin() + band, written) || std::any_of(end, bytes.end(), written)
-             ? "  forward writes beside the workspace\n"
+             ? std::string("  ") + name_of(pass) + " writes beside the workspace\n"
              : "";
 }
 
@@ -133,8 +145,10 @@ std::size_t GpuCall::layout(Call& call, Alignment alignment_of_inputs, std::vect
     // Shifted so that what is to be aligned on the device is, wherever it is on the host.
     const auto number = static_cast<std::uint64_t>(&member - members);
     const bool drawn = mix(call.spec.seed, number) % 3 != 0;
-    const bool aligned =
-        member.array == &Call::out ? drawn : number < 3 && (alignment_of_inputs == Alignment::full || drawn);
+    const bool always =
+        alignment_of_inputs == Alignment::full && is_one_of(member, {&Call::q, &Call::k, &Call::v, &Call::dout});
+    const bool aligned = always || (drawn && is_one_of(member, {&Call::q, &Call::k, &Call::v, &Call::dout, &Call::out,
+                                                                &Call::dq, &Call::dk, &Call::dv}));
     const auto offset = static_cast<std::size_t>(static_cast<std::byte*>(array.view().data) - host.data());
     const std::size_t at = end + (aligned ? (16 - offset % 16) % 16 : 0);
     blocks.push_back({member.name, host, at});
@@ -151,16 +165,18 @@ GpuCall::GpuCall(Call& call, cuda::CUstream stream, Alignment alignment_of_input
       attention_(call.attention(Backend::automatic)) {
   for (const Member& member : members) {
     const Array& array = call.*member.array;
-    for (const Block& block : blocks_) {
-      if (block.host.data() != array.storage().data()) continue;
-      const std::ptrdiff_t offset = static_cast<std::byte*>(array.view().data) - block.host.data();
-      (attention_.*member.tensor).data =
-          reinterpret_cast<void*>(memory_.address() + block.at + static_cast<CUdeviceptr>(offset));
-    }
+    if (!array.present()) continue;
+    const std::ptrdiff_t offset = static_cast<std::byte*>(array.view().data) - array.storage().data();
+    (attention_.*member.tensor).data = reinterpret_cast<void*>(address_of(array) + static_cast<CUdeviceptr>(offset));
   }
-  forget_gradients(attention_);
   attention_.device = Device::cuda;
   attention_.stream = stream;
+}
+
+CUdeviceptr GpuCall::address_of(const Array& array) const {
+  const auto block = std::find_if(blocks_.begin(), blocks_.end(),
+                                  [&](const Block& b) { return b.host.data() == array.storage().data(); });
+  return memory_.address() + block->at;
 }
 
 void GpuCall::upload() const {
@@ -172,7 +188,7 @@ void GpuCall::upload() const {
   check(driver().cuStreamSynchronize(stream), "cuStreamSynchronize");  // the image ends here
 }
 
-std::string GpuCall::download() {
+std::string GpuCall::download(Pass pass) {
   const auto stream = static_cast<cuda::CUstream>(attention_.stream);
   check(driver().cuMemcpyDtoHAsync(image_.data(), memory_.address(), bytes_, stream), "cuMemcpyDtoHAsync");
   check(driver().cuStreamSynchronize(stream), "cuStreamSynchronize");
@@ -181,8 +197,8 @@ std::string GpuCall::download() {
   const auto expect_untouched = [&](std::size_t end, const std::string& where) {
     for (std::size_t n = free; n < end; ++n) {
       if (image_[n] == band_byte) continue;
-      wrong += "  forward writes outside the tensors, byte " + std::to_string(n - free) + " of " +
-               std::to_string(end - free) + " between " + where + "\n";
+      wrong += std::string("  ") + name_of(pass) + " writes outside the tensors, byte " + std::to_string(n - free) +
+               " of " + std::to_string(end - free) + " between " + where + "\n";
       return;
     }
   };
@@ -197,7 +213,24 @@ std::string GpuCall::download() {
   return wrong;
 }
 
-Outcome run_on_gpu(Call& call) {
+std::string run_pass(const Spec& spec, const Attention& attention, const GpuStream& stream, Pass pass) {
+  const std::string what = std::string(name_of(pass)) + " of " + spec.describe();
+  if (spec.through_plan) {
+    const Plan plan(attention, pass);
+    const GpuWorkspace workspace(plan.workspace_bytes());
+    plan.execute(attention, workspace.span());
+    stream.synchronize(what);
+    return workspace.judge(pass);
+  }
+  if (pass == Pass::forward)
+    forward(attention);
+  else
+    backward(attention);
+  stream.synchronize(what);
+  return "";
+}
+
+Outcome run_on_gpu(Call& call, Passes passes) {
   Outcome outcome;
   const auto fail = [&](const std::string& what) { outcome.failure += "  " + what + "\n"; };
   try {
@@ -205,81 +238,97 @@ Outcome run_on_gpu(Call& call) {
     const ContextScope scope(0);
     const GpuStream stream;
     GpuCall on_gpu(call, stream.get(), GpuCall::Alignment::drawn);
-    const std::string what = call.spec.describe();
-    const auto pass = [&] {
+    const auto run = [&](Pass pass) {
       for (const Member& member : members) (call.*member.array).remember();
       on_gpu.upload();
-      if (call.spec.through_plan) {
-        const Plan plan(on_gpu.attention(), Pass::forward);
-        const GpuWorkspace workspace(plan.workspace_bytes());
-        plan.execute(on_gpu.attention(), workspace.span());
-        stream.synchronize(what);
-        outcome.failure += workspace.judge();
-      } else {
-        forward(on_gpu.attention());
-        stream.synchronize(what);
-      }
-      outcome.failure += on_gpu.download();
+      outcome.failure += run_pass(call.spec, on_gpu.attention(), stream, pass);
+      outcome.failure += on_gpu.download(pass);
       for (const Member& member : members) {
         const Array& array = call.*member.array;
-        if (is_written(member) ? !array.gaps_unchanged() : !array.unchanged())
-          fail(std::string("forward writes ") + (is_written(member) ? "between the elements of " : "to ") +
-               member.name);
+        const bool written = is_written(member, pass);
+        if (written ? !array.gaps_unchanged() : !array.unchanged())
+          fail(std::string(name_of(pass)) + " writes " + (written ? "between the elements of " : "to ") + member.name);
       }
     };
     if (!call.spec.want_lse) {
       const Tensor lse = on_gpu.attention().lse;
       on_gpu.attention().lse = Tensor();
-      pass();
+      run(Pass::forward);
       const std::vector<std::byte> out = call.out.bytes();
       call.out.poison(0xCB);
       on_gpu.attention().lse = lse;
-      pass();
+      run(Pass::forward);
       if (out != call.out.bytes()) fail("out has other bits when lse is asked for");
     } else {
-      pass();
+      run(Pass::forward);
     }
-    outcome.results.out = call.out.values();
-    outcome.results.lse = call.lse.values();
+    if (passes == Passes::both) run(Pass::backward);
+    outcome.results = results_in(call, passes);
   } catch (const std::exception& error) {
     outcome.failure += error_of(error);
   }
   return outcome;
 }
 
-Results exact_forward(const Call& call, int threads) {
-  Results results = DenseCall(call).empty_results();
+Results results_in(const Call& call, Passes passes) {
+  Results results;
+  results.out = call.out.values();
+  results.lse = call.lse.values();
+  if (passes == Passes::forward) return results;
+  results.dq = call.dq.values();
+  results.dk = call.dk.values();
+  results.dv = call.dv.values();
+  results.dbias = call.dbias.values();
+  results.dsinks = call.dsinks.values();
+  return results;
+}
+
+Results exact_on_cpu(const Call& call, int threads, Passes passes) {
   Call wide = in_float64(call);
   wide.spec.threads = threads;
-  Attention attention = wide.attention(Backend::reference);
-  forget_gradients(attention);
+  const Attention attention = wide.attention(Backend::reference);
   forward(attention);
+  if (passes == Passes::both) {
+    backward(attention);
+    return results_in(wide, passes);
+  }
+  Results results = DenseCall(call).empty_results();
   results.out = wide.out.values();
   results.lse = wide.lse.values();
   return results;
 }
 
-std::string judge_forward(const Call& call, const Outcome& outcome, const Results& exact) {
-  if (outcome.results.out.size() != exact.out.size() || outcome.results.lse.size() != exact.lse.size())
+std::string judge(const Call& call, const Outcome& outcome, const Results& exact, Passes passes) {
+  Results got = outcome.results;
+  if (got.out.size() != exact.out.size() || got.lse.size() != exact.lse.size() ||
+      (passes == Passes::both && (got.dq.size() != exact.dq.size() || got.dk.size() != exact.dk.size())))
     return outcome.failure;  // it threw
+  if (passes == Passes::forward) {
+    got = exact;  // no gradients are judged
+    got.out = outcome.results.out;
+    got.lse = outcome.results.lse;
+  }
   const Results bounds = error_bounds(DenseCall(call), exact, call.spec.dtype, call.lse.dtype(), call.bias.dtype());
-  Results got = exact;  // no gradients are judged
-  got.out = outcome.results.out;
-  got.lse = outcome.results.lse;
   return outcome.failure + differences(call, got, exact, bounds);
 }
 
-std::string check_on_gpu(const Spec& spec) {
+std::string check_on_gpu(const Spec& spec, Passes passes) {
   Call call = make_call(spec);
-  const Outcome outcome = run_on_gpu(call);
-  return judge_forward(call, outcome, exact_forward(call, 1));
+  const Outcome outcome = run_on_gpu(call, passes);
+  return judge(call, outcome, exact_on_cpu(call, 1, passes), passes);
+}
+
+Results run_and_expect_exact_on_gpu(Call& call, Passes passes) {
+  Outcome outcome = run_on_gpu(call, passes);
+  Results exact = exact_on_cpu(call, 0, passes);
+  EXPECT_EQ(judge(call, outcome, exact, passes), "") << call.spec.describe();
+  return std::move(outcome.results.lse.size() == exact.lse.size() ? outcome.results : exact);
 }
 
 cuda::KernelSource variant_of(const Spec& spec) {
   if (spec.batch == 0 || spec.heads_q() == 0 || spec.seqlen_q == 0) return {};
   const Call call = make_call(spec);
   Attention attention = call.attention(Backend::automatic);
-  forget_gradients(attention);
   attention.device = Device::cuda;
   cuda::pretended_multiprocessors = spec.multiprocessors;
   const Problem problem = validate(attention.c(), Pass::forward);
@@ -289,15 +338,20 @@ cuda::KernelSource variant_of(const Spec& spec) {
   return cuda::hopper_forward_source(problem, cuda::hopper_forward_variant(problem, multiprocessors));
 }
 
-void load_variant(const cuda::KernelSource& source) {
-  const ContextScope scope(0);
-  cuda::load_kernel(source);
+void load_kernels(const Spec& spec, Passes passes) {
+  const Call call = make_call(spec);
+  Attention attention = call.attention(Backend::automatic);
+  for (const Member& member : members) (attention.*member.tensor).data = nullptr;  // what lies where does not matter
+  attention.device = Device::cuda;
+  cuda::pretended_multiprocessors = spec.multiprocessors;
+  static_cast<void>(Plan(attention, Pass::forward));
+  if (passes == Passes::both) static_cast<void>(Plan(attention, Pass::backward));
 }
 
-void load_variants(const std::vector<Spec>& specs) {
+void load_variants(const std::vector<Spec>& specs, Passes passes) {
   in_parallel(specs.size(), [&](std::size_t n) {
     try {
-      load_variant(variant_of(specs[n]));
+      load_kernels(specs[n], passes);
     } catch (const std::exception&) {
       return;
     }
@@ -306,12 +360,27 @@ void load_variants(const std::vector<Spec>& specs) {
 
 void in_parallel(std::size_t count, const std::function<void(std::size_t)>& job) {
   std::atomic<std::size_t> next = 0;
+  const auto work = [&] {
+    for (std::size_t index; (index = next++) < count;) {
+      try {
+        job(index);
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "job " << index << error_of(error);
+      }
+    }
+  };
   std::vector<std::thread> workers;
-  for (unsigned n = 0; n < std::max(1u, std::thread::hardware_concurrency()); ++n)
-    workers.emplace_back([&] {
-      for (std::size_t index; (index = next++) < count;) job(index);
-    });
+  const std::size_t processors = std::max(1u, std::thread::hardware_concurrency());
+  for (std::size_t n = 0; n < std::min(processors, count); ++n) workers.emplace_back(work);
   for (std::thread& worker : workers) worker.join();
+}
+
+Spec dense_spec(DType dtype, std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t dim) {
+  Spec spec{.seed = test_rng().bits(), .dtype = dtype};
+  spec.seqlen_q = seqlen_q;
+  spec.seqlen_k = seqlen_k;
+  spec.head_dim = spec.value_dim = dim;
+  return spec;
 }
 
 void OnGpu::SetUp() {

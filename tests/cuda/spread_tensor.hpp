@@ -1,0 +1,55 @@
+// Tensors on the device that are larger than 32 bits can address.
+#pragma once
+
+#include <exception>
+#include <vector>
+
+#include "on_gpu.hpp"
+
+namespace headrace::test {
+
+// A small call, of which any tensor may be spread.
+Spec spec_of_spread(std::uint64_t seed);
+
+// Whether it says that the device has no memory left.
+bool out_of_memory(const std::exception& error);
+
+// An Array on the device with its elements more than 2^31 apart: one dimension has a very large stride, the others are
+// packed. The memory between them is NaN.
+class SpreadTensor {
+ public:
+  // The large stride is a multiple of 8 elements, and `remainder` more.
+  SpreadTensor(Array& array, int spread, int remainder = 0);
+
+  [[nodiscard]] Tensor view() const { return view_; }
+  // From the host, and to it.
+  void scatter() const;
+  void gather();
+
+ private:
+  // Sets the strides and returns the size of the memory.
+  std::size_t place(int spread, int remainder);
+  // The contiguous pieces, row-major.
+  template <typename F>
+  void for_each_run(F&& visit) const;
+
+  Array& array_;
+  Tensor view_;
+  std::size_t bytes_;
+  GpuMemory memory_;
+};
+
+// A boolean mask [1, 1, seqlen, seqlen] by which every row sees one key, drawn; the last key more often than others.
+class OneKeyMask {
+ public:
+  OneKeyMask(std::int64_t seqlen, std::uint64_t seed);
+  [[nodiscard]] Tensor view() const;
+  [[nodiscard]] const std::vector<std::size_t>& keys() const { return keys_; }  // of each row
+
+ private:
+  std::int64_t seqlen_;
+  GpuMemory memory_;
+  std::vector<std::size_t> keys_;
+};
+
+}  // namespace headrace::test
