@@ -39,7 +39,7 @@ class NumpyArrays:
         dtype, ndim = array.dtype, array.ndim
         code = self.code.get(dtype)
         if code is None:
-            code = self._bfloat16(name, dtype)
+            code = self.code_of(name, dtype)
         if not 1 <= ndim <= 4:
             raise ValueError(f"{name}: has {ndim} dimensions; it must have 1 to 4")
         itemsize = dtype.itemsize
@@ -73,7 +73,10 @@ class NumpyArrays:
     def result(self, array: Any) -> Any:
         return array
 
-    def _bfloat16(self, name: str, dtype: np.dtype) -> int:
+    def code_of(self, name: str, dtype: np.dtype) -> int:
+        """The hr_dtype of a dtype; bfloat16 is known from its first use on."""
+        if dtype in self.code:
+            return self.code[dtype]
         if dtype.name != "bfloat16":
             raise TypeError(f"{name}: dtype is {dtype}; it must be {_ALLOWED}, in native byte order")
         self.code[dtype] = _abi.BFLOAT16

@@ -219,13 +219,17 @@ def prepare(q: Any, k: Any, v: Any, lengths: dict[str, Any]) -> tuple[Call, Any,
     """A call with what both passes read, and q, k, v as the library will read them."""
     call = Call("q", q)
     q, k, v = call.input("q", q, True), call.input("k", k, True), call.input("v", v, True)
-    ndim = 3 if "cu_seqlens_q" in lengths else 4
-    if not q.ndim == k.ndim == v.ndim == ndim:
-        name, array = next(x for x in (("q", q), ("k", k), ("v", v)) if x[1].ndim != ndim)
-        raise ValueError(f"{name}: has {array.ndim} dimensions; it must have {ndim}: {_LAYOUT[ndim]}")
+    check_ranks(q, k, v, "cu_seqlens_q" in lengths)
     for name, values in lengths.items():
         call.lengths(name, values)
     return call, q, k, v
+
+
+def check_ranks(q: Any, k: Any, v: Any, ragged: bool) -> None:
+    ndim = 3 if ragged else 4
+    if not q.ndim == k.ndim == v.ndim == ndim:
+        name, array = next(x for x in (("q", q), ("k", k), ("v", v)) if x[1].ndim != ndim)
+        raise ValueError(f"{name}: has {array.ndim} dimensions; it must have {ndim}: {_LAYOUT[ndim]}")
 
 
 def result_shapes(q: tuple[int, ...], v: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

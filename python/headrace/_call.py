@@ -56,6 +56,17 @@ class Call:
     def output_like(self, name: str, like: Any) -> Any:
         return self.output(name, tuple(like.shape), self.arrays.code[like.dtype])
 
+    def describe(self, name: str, shape: tuple[int, ...], code: int) -> None:
+        """Adds a contiguous tensor without data, for a plan."""
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.insert(0, step)
+            step *= max(size, 1)
+        pad = (0,) * (4 - len(shape))
+        _abi.TENSOR.pack_into(
+            self.buffer, _abi.OFFSET[name], 0, *shape, *pad, *strides, *pad, len(shape), code
+        )
+
     def lengths(self, name: str, values: Any) -> None:
         """Adds cu_seqlens or seqused: int32, read on the host. int64 and other integers are converted."""
         host = self.arrays.host(name, values)
@@ -127,6 +138,16 @@ class Call:
         except (struct.error, KeyError, TypeError):
             _explain_options(causal, left, right, scale, softcap, dropout_p, seed)
             raise
+
+    @contextlib.contextmanager
+    def plan(self, direction: int) -> Iterator[ctypes.c_void_p]:
+        """The library's plan of this call."""
+        plan = ctypes.c_void_p()
+        _abi.check(_abi.api.hr_plan_create(_Memory.from_buffer(self.buffer), direction, ctypes.byref(plan)))
+        try:
+            yield plan
+        finally:
+            _abi.api.hr_plan_destroy(plan)
 
     def run(self, function: Any) -> None:
         _abi.check(function(_Memory.from_buffer(self.buffer)))

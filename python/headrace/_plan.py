@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,7 @@ def explain(
         for name, values in lengths.items():
             call.lengths(name, values)
         for name, shape in (("q", q), ("k", k), ("v", v)):
-            _describe(call, name, shape, code)
+            call.describe(name, shape, code)
     else:
         call, q, k, v = prepare(q, k, v, lengths)
         code = call.arrays.code[q.dtype]
@@ -77,24 +76,18 @@ def explain(
             call.arrays.device, call.arrays.device_index = _abi.DEVICE[kind], int(index or 0)
     call.options(**options)
     out_shape, lse_shape = result_shapes(q, v)
-    _describe(call, "out", out_shape, code)
-    _describe(call, "lse", lse_shape, lse_code(code))
+    call.describe("out", out_shape, code)
+    call.describe("lse", lse_shape, lse_code(code))
     if backward:
         for name, like in (("dq", q), ("dk", k), ("dv", v)):
-            _describe(call, name, like, code)
-        _describe(call, "dout", out_shape, code)
-    plan = ctypes.c_void_p()
-    memory = (ctypes.c_char * len(call.buffer)).from_buffer(call.buffer)
-    api = _abi.api
-    _abi.check(api.hr_plan_create(memory, _abi.BACKWARD if backward else _abi.FORWARD, ctypes.byref(plan)))
-    try:
+            call.describe(name, like, code)
+        call.describe("dout", out_shape, code)
+    with call.plan(_abi.BACKWARD if backward else _abi.FORWARD) as plan:
         return Plan(
-            api.hr_plan_explain(plan).decode(),
-            json.loads(api.hr_plan_explain_json(plan)),
-            api.hr_plan_workspace_bytes(plan),
+            _abi.api.hr_plan_explain(plan).decode(),
+            json.loads(_abi.api.hr_plan_explain_json(plan)),
+            _abi.api.hr_plan_workspace_bytes(plan),
         )
-    finally:
-        api.hr_plan_destroy(plan)
 
 
 def info() -> dict[str, Any]:
@@ -108,13 +101,3 @@ def _dtype_code(dtype: Any) -> int:
     if name not in names:
         raise TypeError(f"dtype: is {dtype!r}; it must be one of {', '.join(names)}")
     return names.index(name)
-
-
-def _describe(call: Call, name: str, shape: tuple[int, ...], code: int) -> None:
-    """A contiguous tensor without data."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    pad = (0,) * (4 - len(shape))
-    _abi.TENSOR.pack_into(call.buffer, _abi.OFFSET[name], 0, *shape, *pad, *strides, *pad, len(shape), code)
