@@ -17,7 +17,9 @@ import torch
 
 import headrace as hr
 import headrace.torch
-from headrace import _abi, _attention, _call
+from headrace import _abi, _attention
+from headrace.flash_attn import flash_attn_func
+from headrace.torch import _ops
 
 CALLS, ROUNDS = 2000, 25
 SHAPE = (1, 1, 1, 8)
@@ -42,8 +44,14 @@ def filled(x, return_lse, **options):
     call.output("out", SHAPE, _abi.FLOAT32)
     if return_lse:
         call.output("lse", (1, 1, 1), _abi.FLOAT32)
-    memory = _call._Memory.from_buffer(call.buffer)
-    return call, lambda: _abi.api.hr_forward(memory)
+    function, memory = _abi.api.hr_forward, call.memory
+    return call, lambda: function(memory)
+
+
+def through_the_operator(q, k, v, **options):
+    """What torch.compile leaves in a program."""
+    arguments = _ops._arguments(q, k, v, {}, options)
+    return torch.ops.headrace.attention.default(*arguments)
 
 
 def cpu_model():
@@ -58,12 +66,19 @@ def main():
         sys.exit(__doc__)
     x = np.ones(SHAPE, np.float32)
     t = torch.from_numpy(x)
+    leaf, heads_first = t.clone().requires_grad_(), t.transpose(1, 2)
+    both = {"causal": True, "return_lse": True}
     cases = {
         "numpy": (hr.attention, x, {}),
-        "numpy, causal, lse": (hr.attention, x, {"causal": True, "return_lse": True}),
+        "numpy, causal, lse": (hr.attention, x, both),
         "torch": (hr.attention, t, {}),
-        "torch, causal, lse": (hr.attention, t, {"causal": True, "return_lse": True}),
-        "headrace.torch operator": (headrace.torch.attention, t, {"causal": True, "return_lse": True}),
+        "torch, causal, lse": (hr.attention, t, both),
+        "headrace.torch": (headrace.torch.attention, t, {}),
+        "headrace.torch, causal, lse": (headrace.torch.attention, t, both),
+        "headrace.flash_attn": (flash_attn_func, t, {}),
+        "headrace.torch, scaled_dot_product_attention": (headrace.torch.scaled_dot_product_attention, heads_first, {}),
+        "headrace.torch, keeping what gradients need": (headrace.torch.attention, leaf, both),
+        "headrace.torch, through the operator": (through_the_operator, t, both),
     }
     results = {}
     for name, (function, array, options) in cases.items():

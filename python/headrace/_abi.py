@@ -63,9 +63,11 @@ class Attention(ctypes.Structure):
 
 OFFSET: dict[str, int] = {name: getattr(Attention, name).offset for name, _ in Attention._fields_}
 TENSOR = struct.Struct("@P4q4qii")
+ROWS = struct.Struct("@" + 3 * "P4q4qii")  # q, k, v
 BLOCKS = struct.Struct("@qq")  # block_q, block_k
 OPTIONS = struct.Struct("@iidqqddQiiiiiiP")  # from causal to stream
 assert TENSOR.size == ctypes.sizeof(Tensor)
+assert OFFSET["q"] + ROWS.size == OFFSET["out"]
 assert OFFSET["causal"] + OPTIONS.size == ctypes.sizeof(Attention)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from . import _abi
 
 _PAD = ((0,) * 4, (0,) * 3, (0,) * 2, (0,), ())
+_ROWS = _abi.OFFSET["q"]
 _ALLOWED = "float32, float16, bfloat16, float64, bool or int32"
 
 
@@ -31,8 +32,8 @@ class NumpyArrays:
     }
     native = {code: dtype for dtype, code in code.items()}
 
-    def pack(self, name: str, array: Any, buffer: bytearray, offset: int, rows: bool) -> Any:
-        """Writes the hr_tensor of `array` to `buffer`. Returns what must stay alive during the call: the array, or
+    def pack(self, name: str, array: Any, memory: Any, offset: int, rows: bool) -> Any:
+        """Writes the hr_tensor of `array` to `memory`. Returns what must stay alive during the call: the array, or
         a copy where its layout is none that the library reads. `rows`: the last dimension must be contiguous."""
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{name}: is a {type(array).__name__}; it must be a NumPy array, as the first argument is")
@@ -52,7 +53,7 @@ class NumpyArrays:
             array = array.copy()
         pad = _PAD[ndim]
         _abi.TENSOR.pack_into(
-            buffer,
+            memory,
             offset,
             _abi.address(array),
             *array.shape,
@@ -64,8 +65,18 @@ class NumpyArrays:
         )
         return array
 
+    def pack_alike(self, q: Any, k: Any, v: Any, memory: Any) -> bool:
+        """Writes q, k and v at once, where that is faster than pack; False: nothing was written."""
+        return False
+
+    def address(self, array: Any) -> int:
+        return _abi.address(array)
+
     def empty(self, shape: tuple[int, ...], code: int) -> Any:
         return np.empty(shape, self.native[code])
+
+    def empty_like(self, array: Any) -> Any:
+        return np.empty(array.shape, array.dtype)
 
     def host(self, name: str, array: Any) -> np.ndarray:
         return np.asarray(array)
@@ -90,12 +101,12 @@ class ForeignArrays(NumpyArrays):
     def __init__(self, first: Any) -> None:
         self.namespace = first.__array_namespace__()
 
-    def pack(self, name: str, array: Any, buffer: bytearray, offset: int, rows: bool) -> Any:
+    def pack(self, name: str, array: Any, memory: Any, offset: int, rows: bool) -> Any:
         if not hasattr(array, "__dlpack__"):
             raise TypeError(f"{name}: is a {type(array).__name__}; it must be an array of the kind of the first argument")
         if array.__dlpack_device__()[0] != 1:
             raise ValueError(f"{name}: is not in the memory of the CPU, where the first argument is")
-        return super().pack(name, np.asarray(array), buffer, offset, rows)
+        return super().pack(name, np.asarray(array), memory, offset, rows)
 
     def result(self, array: Any) -> Any:
         return self.namespace.asarray(array)
@@ -116,14 +127,15 @@ class TorchArrays:
             self.code.update({dtype: code for code, dtype in self.native.items()})
         if first.is_cpu:
             self.device, self.device_index, self.stream = _abi.DEVICE["cpu"], 0, 0
-            self.threads = min(torch.get_num_threads(), 1024)
+            threads = torch.get_num_threads()
+            self.threads = threads if threads < 1024 else 1024
         elif first.is_cuda:
             self.device, self.device_index, self.threads = _abi.DEVICE["cuda"], first.device.index, 0
             self.stream = torch.cuda.current_stream(self.where).cuda_stream
         else:
             raise ValueError(f"{name}: is on device {self.where}; it must be on cpu or cuda")
 
-    def pack(self, name: str, array: Any, buffer: bytearray, offset: int, rows: bool) -> Any:
+    def pack(self, name: str, array: Any, memory: Any, offset: int, rows: bool) -> Any:
         if type(array) is not self.tensor and not isinstance(array, self.tensor):  # the first is faster
             raise TypeError(f"{name}: is a {type(array).__name__}; it must be a torch.Tensor, as the first argument is")
         code = self.code.get(array.dtype)
@@ -140,11 +152,55 @@ class TorchArrays:
             array = array.clone(memory_format=self.torch.contiguous_format)
             stride = array.stride()
         pad = _PAD[ndim]
-        _abi.TENSOR.pack_into(buffer, offset, array.data_ptr(), *array.shape, *pad, *stride, *pad, ndim, code)
+        _abi.TENSOR.pack_into(memory, offset, array.data_ptr(), *array.shape, *pad, *stride, *pad, ndim, code)
         return array
 
+    def pack_alike(self, q: Any, k: Any, v: Any, memory: Any) -> bool:
+        kind = self.tensor
+        if not (type(q) is kind and type(k) is kind and type(v) is kind):
+            return False
+        dtype, where, q_stride, k_stride, v_stride = q.dtype, self.where, q.stride(), k.stride(), v.stride()
+        if (
+            not len(q_stride) == len(k_stride) == len(v_stride) == 4
+            or not q_stride[3] == k_stride[3] == v_stride[3] == 1
+            or not dtype is k.dtype is v.dtype
+            or k.device != where
+            or v.device != where
+            or dtype not in self.code
+        ):
+            return False
+        code = self.code[dtype]
+        _abi.ROWS.pack_into(
+            memory,
+            _ROWS,
+            q.data_ptr(),
+            *q.shape,
+            *q_stride,
+            4,
+            code,
+            k.data_ptr(),
+            *k.shape,
+            *k_stride,
+            4,
+            code,
+            v.data_ptr(),
+            *v.shape,
+            *v_stride,
+            4,
+            code,
+        )
+        return True
+
+    def address(self, array: Any) -> int:
+        return array.data_ptr()
+
     def empty(self, shape: tuple[int, ...], code: int) -> Any:
-        return self.first.new_empty(shape, dtype=self.native[code])
+        dtype = self.native[code]
+        first = self.first
+        return first.new_empty(shape) if dtype is first.dtype else first.new_empty(shape, dtype=dtype)
+
+    def empty_like(self, array: Any) -> Any:
+        return self.torch.empty_like(array) if array.is_contiguous() else array.new_empty(array.shape)
 
     def host(self, name: str, array: Any) -> np.ndarray:
         return array.detach().cpu().numpy() if isinstance(array, self.tensor) else np.asarray(array)

@@ -218,10 +218,11 @@ def dropout_mask(
 def prepare(q: Any, k: Any, v: Any, lengths: dict[str, Any]) -> tuple[Call, Any, Any, Any]:
     """A call with what both passes read, and q, k, v as the library will read them."""
     call = Call("q", q)
-    q, k, v = call.input("q", q, True), call.input("k", k, True), call.input("v", v, True)
-    check_ranks(q, k, v, "cu_seqlens_q" in lengths)
-    for name, values in lengths.items():
-        call.lengths(name, values)
+    q, k, v = call.rows(q, k, v)
+    if lengths or not q.ndim == k.ndim == v.ndim == 4:
+        check_ranks(q, k, v, "cu_seqlens_q" in lengths)
+        for name, values in lengths.items():
+            call.lengths(name, values)
     return call, q, k, v
 
 
@@ -254,12 +255,14 @@ def forward(q: Any, k: Any, v: Any, lengths: dict[str, Any], return_lse: bool, o
     call, q, k, v = prepare(q, k, v, lengths)
     call.options(**options)
     code = call.arrays.code[q.dtype]
-    out_shape, lse_shape = result_shapes(tuple(q.shape), v.shape)  # slices of a torch.Size are slow
-    out = call.output("out", out_shape, code)
-    lse = call.output("lse", lse_shape, lse_code(code)) if return_lse else None
+    shape, value_dim = tuple(q.shape), v.shape[-1]  # slices of a torch.Size are slow
+    out = call.output_like("out", q) if shape[-1] == value_dim else call.output("out", (*shape[:-1], value_dim), code)
+    if not return_lse:
+        call.run(_abi.api.hr_forward)
+        return call.arrays.result(out)
+    lse = call.output("lse", (*shape[:-3], shape[-2], shape[-3]), lse_code(code))
     call.run(_abi.api.hr_forward)
-    result = call.arrays.result
-    return (result(out), result(lse)) if return_lse else result(out)
+    return call.arrays.result(out), call.arrays.result(lse)
 
 
 def backward(
@@ -295,6 +298,8 @@ def backward(
 
 
 def _wants_gradients(q: Any, k: Any, v: Any, options: Any) -> bool:
+    if isinstance(q, np.ndarray):
+        return False
     for array in (q, k, v, options.get("bias"), options.get("sinks")):
         if getattr(array, "requires_grad", False):
             return sys.modules["torch"].is_grad_enabled()

@@ -16,6 +16,7 @@ from ._arrays import arrays_of
 from ._block_mask import BlockMask
 from ._options import Bound, Causal
 
+_ONES = ((1,) * 4, (1,) * 3, (1,) * 2, (1,), ())
 _Memory = ctypes.c_char * len(_abi.TEMPLATE)
 _backend: contextvars.ContextVar[int] = contextvars.ContextVar("headrace_backend", default=_abi.BACKEND["auto"])
 
@@ -35,36 +36,45 @@ def use_backend(name: str) -> Iterator[None]:
 class Call:
     """Tensors and options of one call; `name` and `first` are the argument that all others must match."""
 
-    __slots__ = ("arrays", "buffer", "kept")
+    __slots__ = ("arrays", "memory", "kept")
 
     def __init__(self, name: str, first: Any) -> None:
         self.arrays = arrays_of(name, first)
-        self.buffer = bytearray(_abi.TEMPLATE)
+        self.memory = _Memory.from_buffer_copy(_abi.TEMPLATE)
         self.kept: dict[str, Any] = {}
 
     def input(self, name: str, array: Any, rows: bool = False) -> Any:
         """Adds an input tensor. Returns it as the library will read it, maybe a copy; rows: see pack."""
-        kept = self.kept[name] = self.arrays.pack(name, array, self.buffer, _abi.OFFSET[name], rows)
+        kept = self.kept[name] = self.arrays.pack(name, array, self.memory, _abi.OFFSET[name], rows)
         return kept
 
+    def rows(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Adds q, k and v, whose last dimensions must be contiguous. Returns them as `input` does."""
+        if self.arrays.pack_alike(q, k, v, self.memory):
+            return q, k, v
+        return self.input("q", q, True), self.input("k", k, True), self.input("v", v, True)
+
     def output(self, name: str, shape: tuple[int, ...], code: int) -> Any:
-        array = self.arrays.empty(shape, code)
-        self.arrays.pack(name, array, self.buffer, _abi.OFFSET[name], False)
-        self.kept[name] = array
+        array = self.kept[name] = self.arrays.empty(shape, code)
+        self.describe(name, shape, code, self.arrays.address(array))
         return array
 
     def output_like(self, name: str, like: Any) -> Any:
-        return self.output(name, tuple(like.shape), self.arrays.code[like.dtype])
+        array = self.kept[name] = self.arrays.empty_like(like)
+        self.describe(name, tuple(like.shape), self.arrays.code[like.dtype], self.arrays.address(array))
+        return array
 
-    def describe(self, name: str, shape: tuple[int, ...], code: int) -> None:
-        """Adds a contiguous tensor without data, for a plan."""
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.insert(0, step)
-            step *= max(size, 1)
-        pad = (0,) * (4 - len(shape))
+    def describe(self, name: str, shape: tuple[int, ...], code: int, address: int = 0) -> None:
+        """Adds a contiguous tensor at an address, or without data, for a plan."""
+        try:
+            a, b, c, d = (*shape, *_ONES[len(shape)])  # further dimensions of 1 change no stride
+        except (IndexError, ValueError):
+            raise ValueError(f"{name}: has {len(shape)} dimensions; it must have 1 to 4") from None
+        of_c = d or 1
+        of_b = (c or 1) * of_c
+        of_a = (b or 1) * of_b
         _abi.TENSOR.pack_into(
-            self.buffer, _abi.OFFSET[name], 0, *shape, *pad, *strides, *pad, len(shape), code
+            self.memory, _abi.OFFSET[name], address, a, b, c, d, of_a, of_b, of_c, 1, len(shape), code
         )
 
     def lengths(self, name: str, values: Any) -> None:
@@ -78,7 +88,7 @@ class Call:
             raise ValueError(f"{name}: has a value that does not fit int32")
         host = self.kept[name] = np.ascontiguousarray(host, np.int32)
         _abi.TENSOR.pack_into(
-            self.buffer, _abi.OFFSET[name], _abi.address(host), host.size, 0, 0, 0, 1, 0, 0, 0, 1, _abi.INT32
+            self.memory, _abi.OFFSET[name], _abi.address(host), host.size, 0, 0, 0, 1, 0, 0, 0, 1, _abi.INT32
         )
 
     def options(
@@ -110,14 +120,14 @@ class Call:
             if not isinstance(block_mask, BlockMask):
                 raise TypeError(f"block_mask: is a {type(block_mask).__name__}; it must be a headrace.BlockMask")
             self.input("block_mask", block_mask.mask)
-            _abi.BLOCKS.pack_into(self.buffer, _abi.OFFSET["block_q"], block_mask.block_q, block_mask.block_k)
+            _abi.BLOCKS.pack_into(self.memory, _abi.OFFSET["block_q"], block_mask.block_q, block_mask.block_k)
         try:
             left, right = window
         except (TypeError, ValueError):
             raise ValueError(f"window: is {window!r}; it must be a pair (left, right) of integers or None") from None
         try:
             _abi.OPTIONS.pack_into(
-                self.buffer,
+                self.memory,
                 _abi.OFFSET["causal"],
                 _abi.CAUSAL[causal],
                 scale is not None,
@@ -143,14 +153,14 @@ class Call:
     def plan(self, direction: int) -> Iterator[ctypes.c_void_p]:
         """The library's plan of this call."""
         plan = ctypes.c_void_p()
-        _abi.check(_abi.api.hr_plan_create(_Memory.from_buffer(self.buffer), direction, ctypes.byref(plan)))
+        _abi.check(_abi.api.hr_plan_create(self.memory, direction, ctypes.byref(plan)))
         try:
             yield plan
         finally:
             _abi.api.hr_plan_destroy(plan)
 
     def run(self, function: Any) -> None:
-        _abi.check(function(_Memory.from_buffer(self.buffer)))
+        _abi.check(function(self.memory))
 
 
 def _explain_options(causal: Any, left: Any, right: Any, scale: Any, softcap: Any, dropout_p: Any, seed: Any) -> None:

@@ -54,7 +54,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
 
     Differentiable in q, k, v, bias and sinks, through out and through lse, once and in reverse. Arrays may be traced;
     other options are part of the program, but for `seed`: it may be an array as well, a uint32 of one or two elements
-    (`jax.random.bits(key, 2)`), so that one program drops out anew in each step. vmap makes a call for each element.
+    (`jax.random.bits(key, 2, jnp.uint32)`), so that one program drops out anew in each step. vmap makes a call for each element.
     """
     return _attention(q, k, v, {}, return_lse, options)
 
@@ -157,7 +157,7 @@ def _describe(static: _Static, tensors: dict[str, Any]) -> Call:
     for name, x in tensors.items():
         if name != "seed":
             call.describe(name, x.shape, call.arrays.code_of(name, x.dtype))
-    _abi.BLOCKS.pack_into(call.buffer, _abi.OFFSET["block_q"], *static.blocks)
+    _abi.BLOCKS.pack_into(call.memory, _abi.OFFSET["block_q"], *static.blocks)
     call.options(**{name: x for name, x in static._asdict().items() if name != "blocks"})
     return call
 
@@ -166,7 +166,7 @@ def _run(target: str, direction: int, call: Call, inputs: dict[str, Any], result
     """Checks the call, and makes it an operation of the program that is traced."""
     for name, (shape, code) in results.items():
         call.describe(name, shape, code)
-    template = np.frombuffer(bytes(call.buffer), np.uint8)
+    template = np.frombuffer(bytes(call.memory), np.uint8)
     # Lengths are not known yet; any that are legal do to check the rest.
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if name in inputs:

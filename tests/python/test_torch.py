@@ -53,6 +53,56 @@ def test_any_subset_of_inputs_may_require_gradients(rng):
         assert out.requires_grad == lse.requires_grad == bool(wanted)
 
 
+def test_autograd_gives_the_bits_of_the_functions(rng):
+    for _ in range(100):
+        problem = draw(rng)
+        options = dict(problem.options)
+        inputs = {name: getattr(problem, name) for name in "qkv"}
+        inputs.update({name: options.pop(name) for name in ("bias", "sinks") if name in options})
+        mine = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        arguments = [mine[name] for name in "qkv"]
+        rest = {name: x for name, x in mine.items() if name not in "qkv"}
+        function = ht.attention
+        if problem.cu_seqlens:
+            function, lengths = ht.attention_varlen, [torch.from_numpy(x) for x in problem.cu_seqlens]
+            arguments += lengths
+        out, lse = function(*arguments, return_lse=True, **options, **rest)
+        want_out, want_lse = problem.call(return_lse=True)
+        assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        got = torch.autograd.grad((out, lse), list(mine.values()), (dout, dlse))
+        need = {f"need_d{name}": True for name in rest}
+        want = problem.backward(dout, want_out, want_lse, dlse=dlse, **need)
+        for name, gradient in zip(mine, got):
+            assert torch.equal(gradient, want[f"d{name}"]), f"{name} of {problem}"
+
+
+def test_modes_see_the_operator():
+    seen = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    with Mode():
+        out = ht.attention(x, x, x)
+    assert "headrace.attention.default" in seen
+    torch.testing.assert_close(out, ht.attention(x, x, x))
+    with torch._subclasses.FakeTensorMode() as fake:
+        y = fake.from_tensor(x)
+        assert ht.attention(y, y, y).shape == x.shape
+
+
+def test_changing_an_input_before_backward_is_noticed():
+    q, bias = torch.randn(1, 5, 2, 8, requires_grad=True), torch.randn(1, 1, 5, 5)
+    out = ht.attention(q, q, q, bias=bias)
+    bias.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_gradients_reach_everything_through_out_and_lse(rng):
     q, k, v, bias = leaves((2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8), (2, 1, 7, 9))
     sinks = torch.randn(4, requires_grad=True)

@@ -136,7 +136,7 @@ def test_logits_and_gradients_are_those_of_eager(name, side):
     ids, mask = padded(3, 20, side)
     seen = mask.bool() if name != "t5" else torch.ones(3, 9, dtype=torch.bool, device=DEVICE)
     # Sinks are float32 by the library's interface.
-    assert_same(model, inputs_of(name, ids, mask), seen, 1e-6 if name == "gpt_oss" else 1e-11)
+    assert_same(model, inputs_of(name, ids, mask), seen, 1e-6 if name == "gpt_oss" else 1e-9)
 
 
 # The contract of one call, and what a model of two layers makes of its error.
@@ -195,7 +195,7 @@ def test_packed_sequences_are_sequences_alone(calls):
     if DEVICE == "cpu":
         assert calls[0][0]["cu_seqlens_q"].tolist() == [0, 5, 6, 20]
     alone = torch.cat([model(part).logits for part in ids.split([5, 1, 14], 1)], 1)
-    assert error(got, alone) < 1e-11
+    assert error(got, alone) < 1e-9
 
 
 def test_what_becomes_of_masks(calls):
@@ -214,7 +214,7 @@ def test_what_becomes_of_masks(calls):
     custom |= torch.eye(20, dtype=torch.bool, device=DEVICE)
     additive = torch.zeros(custom.shape, dtype=torch.float64, device=DEVICE)
     additive.masked_fill_(~custom, torch.finfo(torch.float64).min)
-    assert_same(model, dict(input_ids=ids, attention_mask=additive), torch.ones_like(ids, dtype=torch.bool), 1e-11)
+    assert_same(model, dict(input_ids=ids, attention_mask=additive), torch.ones_like(ids, dtype=torch.bool), 1e-9)
     model.set_attn_implementation("headrace")
     model(ids, attention_mask=custom)
     assert torch.equal(calls[-1][1]["mask"], custom)
@@ -247,11 +247,11 @@ def test_compile_and_checkpointing():
     model, (ids, mask) = model_of("llama", "headrace"), padded(2, 20, "left")
     want = model(ids, attention_mask=mask).logits
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert error(compiled(ids, attention_mask=mask).logits[mask.bool()], want[mask.bool()]) < 1e-11
+    assert error(compiled(ids, attention_mask=mask).logits[mask.bool()], want[mask.bool()]) < 1e-9
     model.train()
     model.gradient_checkpointing_enable()
     logits = model(ids, attention_mask=mask, use_cache=False).logits
-    assert error(logits[mask.bool()], want[mask.bool()]) < 1e-11
+    assert error(logits[mask.bool()], want[mask.bool()]) < 1e-9
     logits.sum().backward()
 
 

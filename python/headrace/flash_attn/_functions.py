@@ -37,7 +37,7 @@ def flash_attn_func(
     `[batch, heads_q, seqlen_q]` float32: there are no probabilities to return. Errors are those of headrace.attention.
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _result(attention(q, k, v, return_lse=True, **options), return_attn_probs)
+    return _result(attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -77,7 +77,8 @@ def flash_attn_varlen_func(
     if block_table is not None:
         k, v = (_gather(x, block_table, cu_seqlens_k) for x in (k, v))
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _result(attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options), return_attn_probs)
+    result = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=return_attn_probs, **options)
+    return _result(result, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -129,5 +130,5 @@ def _gather(pages: Tensor, block_table: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.cat(parts) if parts else pages.new_empty(0, *pages.shape[2:])
 
 
-def _result(out_and_lse: tuple[Tensor, Tensor], return_attn_probs: bool) -> Any:
-    return (*out_and_lse, None) if return_attn_probs else out_and_lse[0]
+def _result(result: Any, return_attn_probs: bool) -> Any:
+    return (*result, None) if return_attn_probs else result

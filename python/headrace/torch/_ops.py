@@ -37,7 +37,16 @@ _backward_op = torch.ops.headrace.attention_backward.default
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], return_lse: bool, options: Options) -> Any:
-    """headrace.attention and attention_varlen through the operator; `seed` may be a tensor, too."""
+    """headrace.attention and attention_varlen for PyTorch; `seed` may be a tensor, too. A call that nothing but
+    autograd can see goes past the operator, which alone costs more than the rest of a small call."""
+    if _is_eager(q, k, v, options):
+        return _attend_eagerly(q, k, v, lengths, return_lse, options)
+    out, lse = _run(_forward_op, *_arguments(q, k, v, lengths, options))
+    return (out, lse) if return_lse else out
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], options: Any) -> tuple[Any, ...]:
+    """The arguments that both operators share."""
     seed = options.get("seed", 0)
     on_tensor = isinstance(seed, Tensor)
     block = options.get("block_mask")
@@ -49,8 +58,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], return_lse:
     left, right = options.get("window", (None, None))
     if not on_tensor and not 0 <= seed < 2**64:
         raise ValueError(f"seed: is {seed}; it must be at least 0 and below {2**64}")
-    out, lse = _run(
-        _forward_op,
+    return (
         q,
         k,
         v,
@@ -71,7 +79,92 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], return_lse:
         options.get("deterministic", False),
         options.get("batch_invariant", False),
     )
-    return (out, lse) if return_lse else out
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_eager(q: Any, k: Any, v: Any, options: Any) -> bool:
+    """Whether no compiler, transformation or mode of PyTorch has to see the call, and all tensors are plain ones."""
+    if torch.compiler.is_compiling() or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
+        return False
+    for x in options.values():
+        if isinstance(x, Tensor) and type(x) not in _PLAIN:
+            return False
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+    )
+
+
+def _attend_eagerly(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], return_lse: bool, options: Any) -> Any:
+    seed = options.get("seed")
+    if isinstance(seed, Tensor):
+        options = {**options, "seed": int(seed)}
+    if torch.is_grad_enabled():
+        bias, sinks = options.get("bias"), options.get("sinks")
+        if (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
+        ):
+            out, lse = _apply_eagerly(q, k, v, bias, sinks, lengths, options)
+            return (out, lse) if return_lse else out
+    return _attention.forward(q, k, v, lengths, return_lse, options)
+
+
+class _Eager(torch.autograd.Function):
+    """Autograd of a call that goes past the operator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        lengths: dict[str, Any],
+        options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _attention.forward(q, k, v, lengths, True, options)
+        ctx.set_materialize_grads(False)
+        tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+        ctx.save_for_backward(q, k, v, out, lse, *tensors.values())
+        ctx.names, ctx.lengths, ctx.options = tuple(tensors), lengths, options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        _, _, _, need_dbias, need_dsinks, _, _ = ctx.needs_input_grad
+        if dout is None:
+            dout = torch.zeros_like(out)
+        options = {**ctx.options, **dict(zip(ctx.names, tensors))}
+        if torch.is_grad_enabled() or not _is_eager(dout, out, lse, options):  # the operator refuses second gradients
+            arguments = _arguments(q, k, v, ctx.lengths, options)
+            results = _run(_backward_op, dout, dlse, out, lse, need_dbias, need_dsinks, *arguments)
+            gradients = dict(zip(("dq", "dk", "dv", "dbias", "dsinks"), results))
+        else:
+            gradients = _attention.backward(
+                dout, q, k, v, out, lse, ctx.lengths, dlse, need_dbias, need_dsinks, options
+            )
+        return (
+            gradients["dq"],
+            gradients["dk"],
+            gradients["dv"],
+            gradients["dbias"] if need_dbias else None,
+            gradients["dsinks"] if need_dsinks else None,
+            None,
+            None,
+        )
+
+
+# What Function.apply does before this is for transformations, of which there are none here, and takes a microsecond.
+_apply_eagerly = super(torch.autograd.Function, _Eager).apply
 
 
 def _split(rest: tuple[Any, ...]) -> tuple[dict[str, Any], Options]:

@@ -43,6 +43,13 @@ def scaled_dot_product_attention(
 
     Raises ValueError for attn_mask together with is_causal, and for shapes that do not fit.
     """
+    causal = "top_left" if is_causal else False
+    if query.ndim == key.ndim == value.ndim == 4 and attn_mask is None and not dropout_p:
+        # Almost every call is one of these, and is not charged for what others need.
+        q_shape, k_shape = query.shape, key.shape
+        if q_shape[0] == k_shape[0] == value.shape[0] and (enable_gqa or q_shape[1] == k_shape[1]):
+            q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            return attention(q, k, v, causal=causal, scale=scale).transpose(1, 2)
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: is given together with is_causal; only one of them can be")
     if min(query.ndim, key.ndim, value.ndim) < 2:
@@ -51,16 +58,16 @@ def scaled_dot_product_attention(
         return scaled_dot_product_attention(
             query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa
         )[0]
-    leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     heads_q, heads_kv = query.shape[-3], key.shape[-3]
     if heads_q != heads_kv and heads_kv != 1 and not enable_gqa:
         raise ValueError(f"key: has {heads_kv} heads, query {heads_q}; enable_gqa=True allows that")
-    options: dict[str, Any] = {"causal": "top_left" if is_causal else False, "scale": scale}
+    options: dict[str, Any] = {"causal": causal, "scale": scale}
+    if dropout_p > 0.0:
+        options.update(dropout_p=dropout_p, seed=draw_seed())
+    leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     if attn_mask is not None:
         name = "mask" if attn_mask.dtype == torch.bool else "bias"
         options[name] = _four_dimensions(attn_mask, leading)
-    if dropout_p > 0.0:
-        options.update(dropout_p=dropout_p, seed=draw_seed())
     q, k, v = (x.expand(*leading, *x.shape[-3:]).flatten(0, -4) if leading else x[None] for x in (query, key, value))
     out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
     return out.reshape(*leading, *out.shape[1:])
