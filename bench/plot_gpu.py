@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Draws the grid of a result of attention_gpu_peers.py as SVG: TFLOP/s over sequence lengths, one panel a head_dim.
 
-Usage: bench/plot_gpu.py [bench/results/h200_forward.json [docs/img/h200_forward.svg]]
+Usage: bench/plot_gpu.py [RESULT.json PICTURE.svg]; without arguments those of bench/results that are there, the forward
+and the backward pass, into docs/img.
 
 Needs nothing but Python."""
 
@@ -26,7 +27,7 @@ STYLE = """
 
 def grid_cells(result):
     """The plain bfloat16 cells without grouped queries."""
-    return [c for c in result["cells"] if c["dtype"] == "bfloat16" and c["heads"] == c["heads_kv"]]
+    return [c for c in result["cells"] if "headrace" in c and c["dtype"] == "bfloat16" and c["heads"] == c["heads_kv"]]
 
 
 class Panel:
@@ -83,7 +84,8 @@ def svg(result):
     top_value = 200 * math.ceil(best / 200)
     width = LEFT + len(dims) * (PANEL + GAP)
     height = TOP + HEIGHT + BOTTOM
-    title = f"Forward attention in bfloat16 on an {result['gpu'].replace('NVIDIA ', '')}, TFLOP/s over tokens"
+    which = "Backward" if "backward" in result.get("tables", []) else "Forward"
+    title = f"{which} attention in bfloat16 on an {result['gpu'].replace('NVIDIA ', '')}, TFLOP/s over tokens"
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}"',
            """     font-family="system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif" font-size="13">""",
            f"  <style>{STYLE}\n  </style>",
@@ -98,10 +100,16 @@ def svg(result):
 
 
 def main():
-    arguments = [pathlib.Path(a) for a in sys.argv[1:]]
-    source = arguments[0] if arguments else ROOT / "bench/results/h200_forward.json"
-    target = arguments[1] if len(arguments) > 1 else ROOT / "docs/img/h200_forward.svg"
-    target.write_text(svg(json.loads(source.read_text())))
+    if len(sys.argv) == 3:
+        pairs = [(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))]
+    elif len(sys.argv) == 1:
+        pairs = [(ROOT / f"bench/results/{name}.json", ROOT / f"docs/img/{name}.svg")
+                 for name in ("h200_forward", "h200_backward")]
+        pairs = [pair for pair in pairs if pair[0].exists()]
+    else:
+        raise SystemExit(__doc__)
+    for source, target in pairs:
+        target.write_text(svg(json.loads(source.read_text())))
 
 
 if __name__ == "__main__":
