@@ -24,6 +24,11 @@ class BackwardCases : public OnGpu {
     s.batch = batch, s.heads_kv = heads_kv, s.group = group;
     return s;
   }
+  static std::vector<Spec> in_every_type(const Spec& s) {
+    std::vector<Spec> all;
+    for (const DType dtype : dtypes) all.push_back(s), all.back().dtype = dtype;
+    return all;
+  }
   static Results run(Call& call) { return run_and_expect_exact_on_gpu(call, Passes::both); }
   static void run(const Spec& s) {
     Call call = make_call(s);
@@ -171,30 +176,36 @@ TEST_F(BackwardCases, WindowsAreExactToTheirSign) {
 // -- nothing to do, or almost --
 
 TEST_F(BackwardCases, NoBatchNoHeadsNoQueriesNoKeys) {
+  std::vector<Spec> specs;
   for (const DType dtype : dtypes) {
     for (const std::int64_t dim : {64, 256}) {
-      for (int empty = 0; empty < 4; ++empty) {
-        for (const bool through_plan : {false, true}) {
-          Spec s = spec(empty == 0 ? 0 : 2, empty == 1 ? 0 : 1, 4, empty == 2 ? 0 : 50, empty == 3 ? 0 : 87, dim);
-          s.dtype = dtype;
-          s.through_plan = through_plan;
-          s.dlse = true;
-          s.sinks = Sinks::normal;  // a row without keys gives its dlse
-          s.dsinks = true;
-          s.bias.present = s.dbias = true;
-          s.bias.full = {true, true, false, false};
-          Call call = make_call(s);
-          const Results results = run(call);
-          EXPECT_TRUE(all_are(results.dq, 0.0)) << s.describe();
-          EXPECT_TRUE(all_are(results.dk, 0.0)) << s.describe();
-          EXPECT_TRUE(all_are(results.dv, 0.0)) << s.describe();
-          EXPECT_TRUE(all_are(results.dbias, 0.0)) << s.describe();
-        }
-      }
-      Spec after = spec(1, 1, 4, 70, 90, dim);  // nothing was left behind
-      after.dtype = dtype;
-      run(after);
+      Spec s = spec(2, 1, 4, 50, 87, dim);
+      s.dtype = dtype;
+      s.dlse = true;
+      s.sinks = Sinks::normal;  // a row without keys gives it its dlse
+      s.dsinks = true;
+      s.bias.present = s.dbias = true;
+      s.bias.full = {true, true, false, false};
+      specs.push_back(s);
     }
+  }
+  load_variants(specs, Passes::both);
+  for (const Spec& full : specs) {
+    for (int empty = 0; empty < 4; ++empty) {
+      for (const bool through_plan : {false, true}) {
+        Spec s = full;
+        s.through_plan = through_plan;
+        if (empty == 0) s.batch = 0;
+        if (empty == 1) s.heads_kv = 0;
+        if (empty == 2) s.seqlen_q = 0;
+        if (empty == 3) s.seqlen_k = 0;
+        Call call = make_call(s);
+        const Results results = run(call);
+        for (const std::vector<double>* values : {&results.dq, &results.dk, &results.dv, &results.dbias})
+          EXPECT_TRUE(all_are(*values, 0.0)) << s.describe();
+      }
+    }
+    run(full);  // nothing was left behind
   }
 }
 
@@ -225,12 +236,13 @@ TEST_F(BackwardCases, NotANumberInAQueryShows) {
 }
 
 TEST_F(BackwardCases, NotANumberInVisibleInputsShows) {
-  for (const DType dtype : dtypes) {
+  Spec plain = spec(1, 1, 2, 5, 70, 8);
+  plain.bias.present = plain.dbias = plain.dlse = true;
+  plain.bias.full = {false, true, true, true};
+  const std::vector<Spec> specs = in_every_type(plain);
+  load_variants(specs, Passes::both);
+  for (const Spec& s : specs) {
     for (Array Call::*input : {&Call::q, &Call::k, &Call::v, &Call::dout, &Call::bias, &Call::dlse}) {
-      Spec s = spec(1, 1, 2, 5, 70, 8);
-      s.dtype = dtype;
-      s.bias.present = s.dbias = s.dlse = true;
-      s.bias.full = {false, true, true, true};
       Call call = make_call(s);
       std::vector<double> values = (call.*input).values();
       values[values.size() / 2] = std::nan("");
@@ -375,40 +387,44 @@ TEST_F(BackwardCases, PackedQueriesKeysAndValues) {
 // -- numerics --
 
 TEST_F(BackwardCases, VeryNegativeLseKeepsGradientsFinite) {
-  for (const DType dtype : dtypes) {
-    for (const auto& [seqlen_q, seqlen_k, dim] : {std::tuple<std::int64_t, std::int64_t, std::int64_t>{704, 704, 64},
-                                                  {64, 64, 64},
-                                                  {192, 192, 128},
-                                                  {1, 128, 64},
-                                                  {100, 130, 256}}) {
-      const double height = -120.0 * std::sqrt(static_cast<double>(dim));
-      Spec s = spec(1, 1, 1, seqlen_q, seqlen_k, dim);
-      s.dtype = dtype;
+  std::vector<Spec> specs;
+  for (const auto& [seqlen_q, seqlen_k, dim] : {std::tuple<std::int64_t, std::int64_t, std::int64_t>{704, 704, 64},
+                                                {64, 64, 64},
+                                                {192, 192, 128},
+                                                {1, 128, 64},
+                                                {100, 130, 256}}) {
+    for (Spec s : in_every_type(spec(1, 1, 1, seqlen_q, seqlen_k, dim))) {
       s.mask.present = true;
       s.mask.full = {false, false, true, true};
-      const auto change = [height, d = dim](Values& q, Values& k, Values&) {
-        multiply(q, 0.1), multiply(k, 0.1);
-        set_first(q, d, 1.0), set_first(k, d, height);
-      };
-      Call call = changed(s, Change(change));
-      Results results = run(call);
-      EXPECT_LT(results.lse[0], -100.0);
-
-      // A constant added to all logits changes lse alone.
+      specs.push_back(s);
       s.bias.present = true;
-      Call raised = changed(s, Change(change));
-      raised.bias.fill({120.0});
-      for (Array Call::*tensor : {&Call::q, &Call::k, &Call::v, &Call::dout})
-        (raised.*tensor).fill((call.*tensor).values());
-      Results other = run(raised);
-      EXPECT_GT(other.lse[0], -10.0);
-      // dq along the large dimension of the keys is a sum that cancels: its error is that of its terms.
-      for (Results* r : {&results, &other}) set_first(r->dq, dim, 0.0);
-      const double of_scores = 120.0 * 0x1p-20;
-      for (std::vector<double> Results::*member : {&Results::out, &Results::dq, &Results::dk, &Results::dv})
-        EXPECT_LE(relative_difference(results.*member, other.*member), 6.0 * contract_of(dtype) + of_scores)
-            << s.describe();
+      specs.push_back(s);
     }
+  }
+  load_variants(specs, Passes::both);
+  for (std::size_t n = 0; n < specs.size(); n += 2) {
+    const Spec& s = specs[n];
+    const std::int64_t dim = s.head_dim;
+    Call call = changed(s, Change([=](Values& q, Values& k, Values&) {
+                          multiply(q, 0.1), multiply(k, 0.1);
+                          set_first(q, dim, 1.0), set_first(k, dim, -120.0 * std::sqrt(static_cast<double>(dim)));
+                        }));
+    Results results = run(call);
+    EXPECT_LT(results.lse[0], -100.0);
+
+    // A constant added to all logits changes lse alone.
+    Call raised = make_call(specs[n + 1]);
+    raised.bias.fill({120.0});
+    for (Array Call::*tensor : {&Call::q, &Call::k, &Call::v, &Call::dout})
+      (raised.*tensor).fill((call.*tensor).values());
+    Results other = run(raised);
+    EXPECT_GT(other.lse[0], -10.0);
+    // dq along the large dimension of the keys is a sum that cancels: its error is that of its terms.
+    for (Results* r : {&results, &other}) set_first(r->dq, dim, 0.0);
+    const double of_scores = 120.0 * 0x1p-20;
+    for (std::vector<double> Results::*member : {&Results::out, &Results::dq, &Results::dk, &Results::dv})
+      EXPECT_LE(relative_difference(results.*member, other.*member), 6.0 * contract_of(s.dtype) + of_scores)
+          << s.describe();
   }
 }
 
@@ -449,43 +465,46 @@ TEST_F(BackwardCases, GroupedHeadsSumTheirGradients) {
 
 // Two caps in a row; logits from -100 to 100, whose derivative is about 0 at both ends; the mask comes after the cap.
 TEST_F(BackwardCases, SoftcapsAndMasks) {
-  for (const DType dtype : dtypes) {
+  Spec row = spec(1, 1, 1, 1, 81, 32);
+  row.scale = 1.0;
+  row.softcap = 1.0;
+  Spec masked = spec(1, 2, 1, 100, 200, 64);
+  masked.softcap = 1.0;
+  masked.inputs = Inputs::large_logits;
+  masked.mask.present = masked.bias.present = masked.dbias = true;
+  masked.mask.full = masked.bias.full = {false, true, true, true};
+  masked.mask.hidden = masked.bias.hidden = 0.3;
+  masked.mask.hide_rows = true;
+  std::vector<Spec> specs = in_every_type(row);
+  for (const Spec& s : in_every_type(masked)) specs.push_back(s);
+  load_variants(specs, Passes::both);
+  for (Spec s : specs) {
     for (const double cap : {1.0, 15.0, 50.0, 1.0}) {
-      Spec s = spec(1, 1, 1, 1, 81, 32);
-      s.dtype = dtype;
-      s.scale = 1.0;
       s.softcap = cap;
-      Call call = changed(s, Change([](Values& q, Values& k, Values&) {
-                            std::fill(q.begin(), q.end(), 0.0);
-                            std::fill(k.begin(), k.end(), 0.0);
-                            q[0] = 1.0;
-                            for (std::size_t j = 0; j < 81; ++j) k[j * 32] = -100.0 + 2.5 * static_cast<double>(j);
-                          }));
-      const Results results = run(call);
-      if (cap == 1.0) {
-        for (const double x : dk_of(call, results).row(0, 80, 0)) EXPECT_NEAR(x, 0.0, 1e-5);
+      Call call = make_call(s);
+      if (s.seqlen_q == 1) {
+        std::vector<double> q = constant(call.q, 0.0), k = constant(call.k, 0.0);
+        q[0] = 1.0;
+        for (std::size_t j = 0; j < 81; ++j) k[j * 32] = -100.0 + 2.5 * static_cast<double>(j);
+        call.q.fill(q);
+        call.k.fill(k);
       }
-      Spec masked = spec(1, 2, 1, 100, 200, 64);
-      masked.dtype = dtype;
-      masked.softcap = cap;
-      masked.inputs = Inputs::large_logits;
-      masked.mask.present = masked.bias.present = masked.dbias = true;
-      masked.mask.full = masked.bias.full = {false, true, true, true};
-      masked.mask.hidden = masked.bias.hidden = 0.3;
-      masked.mask.hide_rows = true;
-      run(masked);
+      const Results results = run(call);
+      if (s.seqlen_q > 1 || cap > 1.0) continue;
+      for (const double x : dk_of(call, results).row(0, 80, 0)) EXPECT_NEAR(x, 0.0, 1e-5);
     }
   }
 }
 
 TEST_F(BackwardCases, SinksTakeWeightOnce) {
   const std::vector<double> sinks{-infinity, -5.0, 0.0, 5.0, 90.0, 1e4, -1e4, 2.0};
-  for (const DType dtype : dtypes) {
-    Spec s = spec(2, 2, 4, 40, 30, 64);
-    s.dtype = dtype;
-    s.causal = Causal::bottom_right;  // rows 0 to 9 see no key: they give dsinks their dlse
-    s.sinks = Sinks::normal;
-    s.dsinks = s.dlse = s.deterministic = true;
+  Spec plain = spec(2, 2, 4, 40, 30, 64);
+  plain.causal = Causal::bottom_right;  // rows 0 to 9 see no key: they give dsinks their dlse
+  plain.sinks = Sinks::normal;
+  plain.dsinks = plain.dlse = true;
+  const std::vector<Spec> specs = in_every_type(plain);
+  load_variants(specs, Passes::both);
+  for (const Spec& s : specs) {
     Call call = make_call(s);
     call.sinks.fill(sinks);
     const Results results = run(call);
@@ -504,9 +523,14 @@ TEST_F(BackwardCases, SinksTakeWeightOnce) {
 }
 
 TEST_F(BackwardCases, DropoutIsThatOfTheForwardPass) {
-  for (const double p : {0.001, 0.1, 0.5, 0.9}) {
-    for (const std::int64_t dim : {64, 128, 256}) {
-      Spec s = spec(1, 2, 2, 130, 200, dim);
+  std::vector<Spec> specs;
+  for (const std::int64_t dim : {64, 128, 256}) {
+    specs.push_back(spec(1, 2, 2, 130, 200, dim));
+    specs.back().dropout_p = 0.5;
+  }
+  load_variants(specs, Passes::both);
+  for (Spec s : specs) {
+    for (const double p : {0.001, 0.1, 0.5, 0.9}) {
       s.dropout_p = p;
       s.dropout_seed = s.seed;
       Call call = make_call(s);

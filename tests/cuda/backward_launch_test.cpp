@@ -145,32 +145,35 @@ TEST_F(BackwardLaunch, MoreBlocksOfKeysThanMultiprocessorsBesideEachOther) {
 TEST_F(BackwardLaunch, WaitsForWhatIsBeforeItOnItsStream) {
   const ContextScope scope(0);
   const GpuStream stream;
-  Spec long_spec = launch_spec(DType::bfloat16, 4096, 128, Causal::none);
-  const Launch long_work(long_spec, stream);
+  const Launch long_work(launch_spec(DType::bfloat16, 4096, 128, Causal::none), stream);
+  std::vector<Spec> specs;
   for (const std::int64_t dim : {64, 128, 100, 256}) {
-    for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32}) {
-      Spec spec = deterministic_spec(dtype, 300, dim, Causal::bottom_right);
-      if (dim == 64) add_every_option(spec);
-      const Launch launch(spec, stream, Pass::backward);
-      const std::vector<std::byte> expected = launch.run();
-      const Plan plan(launch.attention(), Pass::backward);
-      const GpuWorkspace workspace(plan.workspace_bytes());
-      const CUdeviceptr memory = launch.on_gpu().address();
-      const std::size_t bytes = launch.on_gpu().bytes();
-      const GpuMemory saved(bytes);
-      check(driver().cuMemcpyDtoDAsync(saved.address(), memory, bytes, stream.get()), "cuMemcpyDtoDAsync");
-      for (const bool planned : {false, true}) {
-        check(driver().cuMemsetD8Async(memory, 0xFF, bytes, stream.get()), "cuMemsetD8Async");
-        stream.synchronize("poison");
-        for (int n = 0; n < 20; ++n) long_work.launch();
-        check(driver().cuMemcpyDtoDAsync(memory, saved.address(), bytes, stream.get()), "cuMemcpyDtoDAsync");
-        launch.poison();
-        if (planned)
-          plan.execute(launch.attention(), workspace.span());
-        else
-          launch.launch();
-        EXPECT_EQ(bits_that_differ(launch.bits(), expected), "") << (planned ? "planned " : "") << spec.describe();
-      }
+    for (const DType dtype : dtypes) {
+      specs.push_back(deterministic_spec(dtype, 300, dim, Causal::bottom_right));
+      if (dim == 64) add_every_option(specs.back());
+    }
+  }
+  load_variants(specs, Passes::both);
+  for (const Spec& spec : specs) {
+    const Launch launch(spec, stream, Pass::backward);
+    const std::vector<std::byte> expected = launch.run();
+    const Plan plan(launch.attention(), Pass::backward);
+    const GpuWorkspace workspace(plan.workspace_bytes());
+    const CUdeviceptr memory = launch.on_gpu().address();
+    const std::size_t bytes = launch.on_gpu().bytes();
+    const GpuMemory saved(bytes);
+    check(driver().cuMemcpyDtoDAsync(saved.address(), memory, bytes, stream.get()), "cuMemcpyDtoDAsync");
+    for (const bool planned : {false, true}) {
+      check(driver().cuMemsetD8Async(memory, 0xFF, bytes, stream.get()), "cuMemsetD8Async");
+      stream.synchronize("poison");
+      for (int n = 0; n < 20; ++n) long_work.launch();
+      check(driver().cuMemcpyDtoDAsync(memory, saved.address(), bytes, stream.get()), "cuMemcpyDtoDAsync");
+      launch.poison();
+      if (planned)
+        plan.execute(launch.attention(), workspace.span());
+      else
+        launch.launch();
+      EXPECT_EQ(bits_that_differ(launch.bits(), expected), "") << (planned ? "planned " : "") << spec.describe();
     }
   }
 }
