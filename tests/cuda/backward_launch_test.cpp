@@ -107,25 +107,29 @@ TEST_F(BackwardLaunch, TheSameBitsAThousandTimesBesideEachOther) {
 
 // More blocks of keys for each head than there are multiprocessors: whoever waits must wait for what is running.
 TEST_F(BackwardLaunch, MoreBlocksOfKeysThanMultiprocessors) {
+  std::vector<Spec> specs;
   for (const DType dtype : {DType::bfloat16, DType::float16}) {
     for (const auto& [seqlen_q, heads] : {std::pair<std::int64_t, std::int64_t>{40000, 1}, {700, 3}, {64, 8}}) {
       for (const Causal causal : {Causal::none, Causal::bottom_right}) {
         if (dtype == DType::float16 && seqlen_q > 1000) continue;
-        Spec spec = dense_spec(dtype, seqlen_q, 40000, 64);
-        spec.heads_kv = heads;
-        spec.causal = causal;
-        spec.deterministic = true;
-        Call call = make_call(spec);
-        const Outcome outcome = run_on_gpu(call, Passes::both);
-        EXPECT_EQ(outcome.failure, "") << spec.describe();
-        if (!outcome.failure.empty()) continue;
-        EXPECT_EQ(spot_check(call, outcome.results, 48, 3.0 * contract_of(dtype)), "") << spec.describe();
-        const Outcome again = run_on_gpu(call, Passes::both);
-        for (std::vector<double> Results::*member : {&Results::dq, &Results::dk, &Results::dv})
-          EXPECT_TRUE(again.results.*member == outcome.results.*member) << spec.describe();
+        specs.push_back(dense_spec(dtype, seqlen_q, 40000, 64));
+        specs.back().heads_kv = heads;
+        specs.back().causal = causal;
+        specs.back().deterministic = true;
       }
     }
   }
+  in_parallel(specs.size(), [&](std::size_t n) {
+    const Spec& spec = specs[n];
+    Call call = make_call(spec);
+    const Outcome outcome = run_on_gpu(call, Passes::both);
+    EXPECT_EQ(outcome.failure, "") << spec.describe();
+    if (!outcome.failure.empty()) return;
+    EXPECT_EQ(spot_check(call, outcome.results, 48, 3.0 * contract_of(spec.dtype)), "") << spec.describe();
+    const Outcome again = run_on_gpu(call, Passes::both);
+    for (std::vector<double> Results::*member : {&Results::dq, &Results::dk, &Results::dv})
+      EXPECT_TRUE(again.results.*member == outcome.results.*member) << spec.describe();
+  });
 }
 
 TEST_F(BackwardLaunch, MoreBlocksOfKeysThanMultiprocessorsBesideEachOther) {

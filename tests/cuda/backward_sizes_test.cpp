@@ -150,23 +150,26 @@ TEST_F(BackwardSizes, LongSequences) {
   struct Size {
     std::int64_t seqlen_q, seqlen_k, heads, dim;
   };
+  std::vector<Spec> specs;
   for (const DType dtype : dtypes) {
     for (const Size& size : {Size{66000, 66000, 1, 64}, Size{65600, 130, 2, 128}, Size{130, 70000, 2, 128},
                              Size{2, 66000, 1, 64}, Size{200000, 3, 1, 64}, Size{300, 70000, 1, 256}}) {
       if (dtype != DType::bfloat16 && size.seqlen_q * size.seqlen_k > 100000000) continue;
       for (const bool deterministic : {false, true}) {
-        Spec spec = dense_spec(dtype, size.seqlen_q, size.seqlen_k, size.dim);
-        spec.heads_kv = size.heads;
-        spec.causal = deterministic ? Causal::bottom_right : Causal::none;
-        spec.deterministic = deterministic;
-        Call call = make_call(spec);
-        const Outcome outcome = run_on_gpu(call, Passes::both);
-        EXPECT_EQ(outcome.failure, "") << spec.describe();
-        if (!outcome.failure.empty()) continue;
-        EXPECT_EQ(spot_check(call, outcome.results, 48, 3.0 * contract_of(dtype)), "") << spec.describe();
+        specs.push_back(dense_spec(dtype, size.seqlen_q, size.seqlen_k, size.dim));
+        specs.back().heads_kv = size.heads;
+        specs.back().causal = deterministic ? Causal::bottom_right : Causal::none;
+        specs.back().deterministic = deterministic;
       }
     }
   }
+  in_parallel(specs.size(), [&](std::size_t n) {
+    Call call = make_call(specs[n]);
+    const Outcome outcome = run_on_gpu(call, Passes::both);
+    EXPECT_EQ(outcome.failure, "") << specs[n].describe();
+    if (!outcome.failure.empty()) return;
+    EXPECT_EQ(spot_check(call, outcome.results, 48, 3.0 * contract_of(specs[n].dtype)), "") << specs[n].describe();
+  });
 }
 
 }  // namespace

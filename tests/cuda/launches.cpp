@@ -100,14 +100,18 @@ std::string bits_that_differ(const std::vector<std::byte>& got, const std::vecto
 }
 
 void BusyStream::run() const {
-  const ContextScope scope(0);
-  const GpuStream stream;
-  Spec spec = launch_spec(DType::bfloat16, 1100, 128, Causal::none);
-  spec.batch = 1;
-  const Launch work(spec, stream);
-  while (!stop_) {
-    for (int n = 0; n < 20; ++n) work.launch();
-    stream.synchronize("the busy stream");
+  try {
+    const ContextScope scope(0);
+    const GpuStream stream;
+    Spec spec = launch_spec(DType::bfloat16, 1100, 128, Causal::none);
+    spec.batch = 1;
+    const Launch work(spec, stream);
+    while (!stop_) {
+      for (int n = 0; n < 20; ++n) work.launch();
+      stream.synchronize("the busy stream");
+    }
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "the busy stream: " << error.what();
   }
 }
 
