@@ -9,6 +9,7 @@ import ctypes
 import struct
 from ctypes import c_char, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class Tensor(ctypes.Structure):
     ]
 
 
-def _tensors(names: str) -> list[tuple[str, type]]:
+def _tensors(names: str) -> list[tuple[str, Any]]:
     return [(name, Tensor) for name in names.split()]
 
 
@@ -61,7 +62,7 @@ class Attention(ctypes.Structure):
     ]
 
 
-OFFSET: dict[str, int] = {name: getattr(Attention, name).offset for name, _ in Attention._fields_}
+OFFSET: dict[str, int] = {field[0]: getattr(Attention, field[0]).offset for field in Attention._fields_}
 TENSOR = struct.Struct("@P4q4qii")
 ROWS = struct.Struct("@" + 3 * "P4q4qii")  # q, k, v
 BLOCKS = struct.Struct("@qq")  # block_q, block_k
@@ -74,7 +75,7 @@ assert OFFSET["causal"] + OPTIONS.size == ctypes.sizeof(Attention)
 def _load() -> ctypes.CDLL:
     library = ctypes.CDLL(str(Path(__file__).with_name("libheadrace.so")))
     pointer = c_void_p
-    for name, result, *arguments in [
+    functions: list[tuple[Any, ...]] = [
         ("hr_attention_init", None, pointer),
         ("hr_plan_create", c_int32, pointer, c_int32, ctypes.POINTER(c_void_p)),
         ("hr_plan_destroy", None, pointer),
@@ -88,7 +89,8 @@ def _load() -> ctypes.CDLL:
         ("hr_info", c_char_p),
         ("hr_version", c_char_p),
         ("hr_last_error", c_char_p),
-    ]:
+    ]
+    for name, result, *arguments in functions:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
@@ -121,6 +123,7 @@ def check(status: int) -> None:
 def address(array: np.ndarray) -> int:
     """Where element [0, 0, ...] of a NumPy array lies."""
     try:
-        return ctypes.addressof(c_char.from_buffer(array))  # three times as fast as what always works
+        # Three times as fast as what always works.
+        return ctypes.addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError, BufferError):  # read-only, not contiguous, empty, or a dtype of somebody else's
         return array.__array_interface__["data"][0]

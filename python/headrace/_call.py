@@ -16,7 +16,7 @@ from ._arrays import arrays_of
 from ._block_mask import BlockMask
 from ._options import Bound, Causal
 
-_ONES = ((1,) * 4, (1,) * 3, (1,) * 2, (1,), ())
+_ONES: tuple[tuple[int, ...], ...] = ((1,) * 4, (1,) * 3, (1,) * 2, (1,), ())
 _Memory = ctypes.c_char * len(_abi.TEMPLATE)
 _backend: contextvars.ContextVar[int] = contextvars.ContextVar("headrace_backend", default=_abi.BACKEND["auto"])
 

@@ -152,11 +152,11 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 def _describe(static: _Static, tensors: dict[str, Any]) -> Call:
     """The call, of arrays that are known by shape and dtype alone."""
-    call = Call("q", np.empty(0))
+    call, codes = Call("q", np.empty(0)), NumpyArrays()
     check_ranks(tensors["q"], tensors["k"], tensors["v"], "cu_seqlens_q" in tensors)
     for name, x in tensors.items():
         if name != "seed":
-            call.describe(name, x.shape, call.arrays.code_of(name, x.dtype))
+            call.describe(name, x.shape, codes.code_of(name, x.dtype))
     _abi.BLOCKS.pack_into(call.memory, _abi.OFFSET["block_q"], *static.blocks)
     call.options(**{name: x for name, x in static._asdict().items() if name != "blocks"})
     return call

@@ -257,6 +257,8 @@ def random_sdpa(rng):
         shape = [*leading, heads, seqlen_q, seqlen_k][rng.integers(len(leading) + 2) :]
         shape = [size if rng.random() < 0.7 else 1 for size in shape]
         options["attn_mask"] = torch.rand(shape) < 0.7 if kind == 2 else torch.randn(shape, dtype=dtype)
+        if kind == 2 and torch.__version__ < "2.5":
+            options["attn_mask"][..., 0] = True  # it gave NaN to rows that see nothing
     return q, k, v, options
 
 
@@ -278,9 +280,8 @@ def test_sdpa_is_that_of_torch(rng):
 
 def test_sdpa_arguments():
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
-    torch.testing.assert_close(
-        ht.scaled_dot_product_attention(q, k, k, enable_gqa=True), sdpa(q, k, k, enable_gqa=True)
-    )
+    each = k.repeat_interleave(2, 1)  # torch 2.4 has no enable_gqa
+    torch.testing.assert_close(ht.scaled_dot_product_attention(q, k, k, enable_gqa=True), sdpa(q, each, each))
     with pytest.raises(ValueError, match="^key: .*enable_gqa"):
         ht.scaled_dot_product_attention(q, k, k)
     with pytest.raises(ValueError, match="^attn_mask: "):

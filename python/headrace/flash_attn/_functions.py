@@ -90,8 +90,9 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *arguments: Any, **options: Any
 ) -> Any:
     """flash_attn_varlen_func with all in qkv `[total, 3, heads, head_dim]`."""
+    q, k, v = _unpack("qkv", qkv, 3)
     return flash_attn_varlen_func(
-        *_unpack("qkv", qkv, 3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments, **options
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments, **options
     )
 
 
@@ -116,7 +117,7 @@ def _options(
     }
 
 
-def _unpack(name: str, packed: Tensor, parts: int) -> tuple[Tensor, ...]:
+def _unpack(name: str, packed: Tensor, parts: int) -> Any:
     if packed.ndim < 3 or packed.shape[-3] != parts:
         raise ValueError(f"{name}: has shape {tuple(packed.shape)}; it must be [..., {parts}, heads, head_dim]")
     return packed.unbind(-3)

@@ -84,7 +84,9 @@ class PatternMask(Tensor):
         return f"PatternMask({tuple(self.shape)}, {self.pattern})"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def seen(x: Any) -> Any:
             return x.matrix() if isinstance(x, PatternMask) else x
 
@@ -107,7 +109,7 @@ def make_mask(
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return masking_utils.sdpa_mask(**given)
 
-    def matrix() -> Tensor:
+    def matrix() -> Any:
         return masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
     if "cache_position" in arguments:  # transformers 4

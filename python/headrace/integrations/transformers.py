@@ -76,7 +76,8 @@ def attention_forward(
         lengths = None if position_bias is not None else _ragged(pattern, q, k)
         if lengths is not None:
             options.update(_bounds(pattern, 0))
-            out = attend(*(x.flatten(0, 1) for x in (q, k, v)), lengths, False, options)  # type: ignore[arg-type]
+            packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+            out = attend(*packed, lengths, False, options)  # type: ignore[arg-type]
             return out.unflatten(0, q.shape[:2]), None
         options.update(_bounds(pattern, k.shape[1] - q.shape[1] - pattern.shift))
         if pattern.packed is not None:

@@ -57,7 +57,7 @@ def _options(is_causal: bool, attn_mask: Tensor | None, scale: float | None, que
     return options
 
 
-def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _rows(*tensors: Tensor) -> Any:
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
@@ -72,7 +72,8 @@ def _cpu_forward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     options = _options(is_causal, attn_mask, scale, query)
-    out, lse = _attention.forward(*_rows(query, key, value), {}, True, {**options, "dropout_p": dropout_p})
+    q, k, v = _rows(query, key, value)
+    out, lse = _attention.forward(q, k, v, {}, True, {**options, "dropout_p": dropout_p})
     return out.transpose(1, 2), lse
 
 
@@ -90,8 +91,8 @@ def _cpu_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     options = _options(is_causal, attn_mask, scale, query)
-    rows = _rows(grad_out, query, key, value, out)
-    gradients = _attention.backward(*rows, logsumexp, {}, None, False, False, {**options, "dropout_p": dropout_p})
+    dout, q, k, v, out = _rows(grad_out, query, key, value, out)
+    gradients = _attention.backward(dout, q, k, v, out, logsumexp, {}, None, False, False, {**options, "dropout_p": dropout_p})
     return _rows(*gradients.values())
 
 
@@ -110,7 +111,8 @@ def _cuda_forward(
     # Philox's seed travels to the backward pass in the tensors that flash attention has for its own.
     seed = int(draw_seed()) if dropout_p else 0
     options = {**_options(is_causal, None, scale, query), "dropout_p": dropout_p, "seed": seed}
-    out, lse = _attention.forward(*_rows(query, key, value), {}, True, options)
+    q, k, v = _rows(query, key, value)
+    out, lse = _attention.forward(q, k, v, {}, True, options)
     philox_seed, philox_offset = torch.tensor([seed, 0], dtype=torch.int64)
     return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], philox_seed, philox_offset, query.new_empty(0)
 
@@ -135,6 +137,6 @@ def _cuda_backward(
 ) -> tuple[Tensor, ...]:
     seed = int(philox_seed) if dropout_p else 0
     options = {**_options(is_causal, None, scale, query), "dropout_p": dropout_p, "seed": seed}
-    rows = _rows(grad_out, query, key, value, out)
-    gradients = _attention.backward(*rows, logsumexp, {}, None, False, False, options)
+    dout, q, k, v, out = _rows(grad_out, query, key, value, out)
+    gradients = _attention.backward(dout, q, k, v, out, logsumexp, {}, None, False, False, options)
     return _rows(*gradients.values())

@@ -29,7 +29,7 @@ class SelfAttention(nn.Module):
         options: those of `headrace.attention` for every call, as causal=True.
     """
 
-    def __init__(
+    def __init__(  # type: ignore[misc]
         self,
         embed_dim: int,
         num_heads: int,
@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
             tables = rotary_tables(length, self.rotary_dim, self.rotary_base, x.device)
             cos, sin = tables if positions is None else (table[positions] for table in tables)
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        merged: Options = {**self.options, **options}
+        merged: Options = {**self.options, **options}  # type: ignore[typeddict-item]
         if self.training and self.dropout_p:
             merged["dropout_p"] = self.dropout_p
             merged.setdefault("seed", draw_seed())  # type: ignore[typeddict-item]

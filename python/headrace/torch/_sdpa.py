@@ -63,7 +63,7 @@ def scaled_dot_product_attention(
         raise ValueError(f"key: has {heads_kv} heads, query {heads_q}; enable_gqa=True allows that")
     options: dict[str, Any] = {"causal": causal, "scale": scale}
     if dropout_p > 0.0:
-        options.update(dropout_p=dropout_p, seed=draw_seed())
+        options = {**options, "dropout_p": dropout_p, "seed": draw_seed()}  # torch 2.4 compiles no update()
     leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     if attn_mask is not None:
         name = "mask" if attn_mask.dtype == torch.bool else "bias"
