@@ -3,7 +3,8 @@
     import headrace as hr
     out = hr.attention(q, k, v, causal=True)                # [batch, seqlen, heads, dim]
 
-`headrace.torch` has the same with autograd and torch.compile, `headrace.flash_attn` the names of flash-attn.
+`headrace.torch` has the same with autograd and torch.compile, `headrace.flash_attn` the names of flash-attn,
+`headrace.integrations.transformers` an attention implementation for transformers, `headrace.jax` an operation of XLA.
 """
 
 from ._abi import api as _api

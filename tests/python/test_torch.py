@@ -95,6 +95,12 @@ def test_modes_see_the_operator():
         assert ht.attention(y, y, y).shape == x.shape
 
 
+def test_tensors_without_data_have_shapes():
+    x = torch.empty(2, 5, 4, 8, device="meta", requires_grad=True)
+    out, lse = ht.attention(x, x, x, return_lse=True)
+    assert out.is_meta and out.shape == x.shape and lse.shape == (2, 4, 5)
+
+
 def test_changing_an_input_before_backward_is_noticed():
     q, bias = torch.randn(1, 5, 2, 8, requires_grad=True), torch.randn(1, 1, 5, 5)
     out = ht.attention(q, q, q, bias=bias)

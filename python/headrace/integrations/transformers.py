@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch._attention import convert_for_autocast
 from ..torch._ops import attend
 from ..torch._sdpa import draw_seed
 from ._pattern_mask import Pattern, PatternMask, make_mask
@@ -68,9 +69,9 @@ def attention_forward(
     if dropout:
         options.update(dropout_p=dropout, seed=draw_seed())
     if position_bias is not None:
-        options["bias"] = _additive(position_bias, query)
+        options["bias"] = position_bias
 
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = convert_for_autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), options)
     if isinstance(attention_mask, PatternMask):
         pattern = attention_mask.pattern
         lengths = None if position_bias is not None else _ragged(pattern, q, k)
@@ -90,14 +91,12 @@ def attention_forward(
     elif attention_mask.dtype == torch.bool:
         options["mask"] = attention_mask
     elif position_bias is None:
-        options["bias"] = _additive(attention_mask, query)
+        options["bias"] = attention_mask
     else:
-        options["bias"] = _additive(attention_mask + position_bias, query)
+        options["bias"] = attention_mask + position_bias
+    if "bias" in options and options["bias"].dtype not in (q.dtype, torch.float32):
+        options["bias"] = options["bias"].to(q.dtype)
     return attend(q, k, v, {}, False, options), None  # type: ignore[arg-type]
-
-
-def _additive(bias: Tensor, query: Tensor) -> Tensor:
-    return bias if bias.dtype in (query.dtype, torch.float32) else bias.to(query.dtype)
 
 
 def _bounds(pattern: Pattern, behind: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
     int64 tensor of one element on the CPU, so that a compiled program can draw it. Under autocast q, k and v are
     converted to its dtype, and a bias of another dtype than that and float32 as well.
     """
-    q, k, v = _autocast(q, k, v, options)
+    q, k, v = convert_for_autocast(q, k, v, options)
     return attend(q, k, v, {}, return_lse, options)
 
 
@@ -36,13 +36,14 @@ def attention_varlen(
     **options: Unpack[Options],
 ) -> Any:
     """`headrace.attention_varlen` as an operator of PyTorch; see `attention`."""
-    q, k, v = _autocast(q, k, v, options)
+    q, k, v = convert_for_autocast(q, k, v, options)
     return attend(q, k, v, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, return_lse, options)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def convert_for_autocast(q: Tensor, k: Tensor, v: Tensor, options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in the dtype of autocast, where it is on; a bias in options as well."""
     device = q.device.type
-    if not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
+    if q.is_meta or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     bias = options.get("bias")

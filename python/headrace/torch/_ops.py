@@ -88,6 +88,8 @@ def _is_eager(q: Any, k: Any, v: Any, options: Any) -> bool:
     """Whether no compiler, transformation or mode of PyTorch has to see the call, and all tensors are plain ones."""
     if torch.compiler.is_compiling() or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return False
+    if q.is_meta:
+        return False  # the operator knows the shapes of results
     for x in options.values():
         if isinstance(x, Tensor) and type(x) not in _PLAIN:
             return False
