@@ -19,6 +19,7 @@
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/pack-inl.h"
+#include "cpu/simd/pairs-inl.h"
 #include "cpu/simd/scores-inl.h"
 #include "cpu/simd/tile-inl.h"
 #include "cpu/tile_config.hpp"
@@ -31,6 +32,7 @@ namespace headrace::cpu::HWY_NAMESPACE {
 template <typename C>
 struct BackwardMemory {
   C *q, *dout, *q_rows, *dout_rows, *kt, *vt, *k_rows, *p, *ds, *dk, *dv, *row, *dbias;
+  BFloat16 *p_pairs, *ds_pairs, *ds_rounded;
   C *delta, *lse, *dq_accumulator;
   std::int32_t* turns;
 
@@ -46,6 +48,9 @@ struct BackwardMemory {
     p = at(scratch, plan.p), ds = at(scratch, plan.ds);
     dk = at(scratch, plan.dk), dv = at(scratch, plan.dv);
     row = at(scratch, plan.row), dbias = at(scratch, plan.dbias);
+    p_pairs = reinterpret_cast<BFloat16*>(scratch + plan.p_pairs);
+    ds_pairs = reinterpret_cast<BFloat16*>(scratch + plan.ds_pairs);
+    ds_rounded = reinterpret_cast<BFloat16*>(scratch + plan.ds_rounded);
   }
 
  private:
@@ -110,12 +115,13 @@ HWY_NOINLINE void gradient_row(const ScoreRules<C>& rules, const GradientTile<C>
   }
   const bool capped = gradient == Gradient::score && p.softcap > 0.0;
   const auto scale = hn::Set(d, gradient == Gradient::score ? static_cast<C>(p.scale) : C{1});
-  const auto lse_vec = hn::Set(d, lse), delta_vec = hn::Set(d, delta), zero = hn::Zero(d);
+  const auto unit = hn::Set(d, rules.scaling.unit), lse_vec = hn::Set(d, lse), delta_vec = hn::Set(d, delta),
+             zero = hn::Zero(d);
   const auto minus_inf = hn::Set(d, kMinusInf<C>);
   for (Index c = begin; c < end; c += n) {
     const auto score = hn::LoadU(d, s + c);
     // p <= 1: where lse is so large that its rounding says otherwise, nothing may overflow.
-    const auto x = hn::Sub(score, lse_vec);
+    const auto x = hn::Sub(hn::Mul(score, unit), lse_vec);  // 0 where this is the row's only key: as lse was rounded
     const auto prob = exp_nonpositive(d, hn::IfThenElse(hn::Gt(x, zero), zero, x));
     auto dprob = hn::LoadU(d, dp + c);
     auto kept = prob;
@@ -138,20 +144,77 @@ HWY_NOINLINE void gradient_row(const ScoreRules<C>& rules, const GradientTile<C>
   std::fill(dp + end, dp + count, C{0});
 }
 
-// memory.p and memory.ds of the tile, from the packed q, dout, k and v. lse, delta: of the tile's rows.
+// The five products of the backward pass, and the layouts of their operands, in vectors of C.
 template <typename C>
+struct VectorGradients {
+  using Number = C;
+  using Right = RightRows<C>;
+
+  static C pack_left(const Rows& rows, C factor, C* dst) { return pack_transposed(rows, factor, kBlockRows, dst); }
+  static C pack_keys(const Rows& rows, C* dst) { return pack_transposed(rows, C{1}, panel_width<C>(), dst); }
+  static void scores(GradientTile<C>& tile, Index dim, const C* left, const C* right, bool wide, C* target) {
+    if (wide) return score_product_wide(tile.groups, tile.group_count, dim, left, right, target);
+    score_product(tile.groups, tile.group_count, tile.keys.size(), dim, left, right, target, &tile.prefetcher);
+  }
+  static void round(const GradientTile<C>& /*tile*/, const BackwardMemory<C>& /*memory*/) {}
+  // p and the scores' gradients, as the products with dout, q and k read them.
+  static const C* p(const BackwardMemory<C>& memory) { return memory.p; }
+  static const C* ds(const BackwardMemory<C>& memory) { return memory.ds; }
+  static const C* ds_of_rows(const BackwardMemory<C>& memory) { return memory.ds; }
+};
+
+#if HWY_TARGET == HWY_AVX3_DL
+// The same with pairs of bfloat16: p and ds are rounded to it.
+struct PairGradients {
+  using Number = float;
+  using Right = PairRightRows;
+
+  static float pack_left(const Rows& rows, float factor, float* dst) {
+    return pack_pairs_transposed(rows, 0, rows.count, factor, kBlockRows, reinterpret_cast<Pair*>(dst));
+  }
+  static float pack_keys(const Rows& rows, float* dst) {
+    return pack_pairs_transposed(rows, 0, rows.count, 1.0f, panel_width<float>(), reinterpret_cast<Pair*>(dst));
+  }
+  static void scores(GradientTile<float>& tile, Index dim, const float* left, const float* right, bool wide,
+                     float* target) {
+    const auto *a = reinterpret_cast<const Pair*>(left), *b = reinterpret_cast<const Pair*>(right);
+    if (wide) return pair_score_product_wide(tile.groups, tile.group_count, pairs_of(dim), a, b, target);
+    score_product(tile.groups, tile.group_count, tile.keys.size(), pairs_of(dim), a, b, target, &tile.prefetcher);
+  }
+  static void round(const GradientTile<float>& tile, const BackwardMemory<float>& memory) {
+    const Index rows = tile.rows.rows, keys = tile.keys.size();
+    for (Index r = 0; r < rows; r += 2) {
+      const auto pair = [&](const float* values, BFloat16* pairs) HEADRACE_ATTR {
+        const float* const first = values + r * tile_stride;
+        round_row_pair(first, r + 1 < rows ? first + tile_stride : nullptr, keys, pairs + r * tile_stride);
+      };
+      pair(memory.p, memory.p_pairs);
+      pair(memory.ds, memory.ds_pairs);
+    }
+    for (Index r = 0; r < rows; ++r)
+      round_weights(memory.ds + r * tile_stride, 0, keys, memory.ds_rounded + r * weight_stride);
+  }
+  static const Pair* p(const BackwardMemory<float>& memory) { return reinterpret_cast<const Pair*>(memory.p_pairs); }
+  static const Pair* ds(const BackwardMemory<float>& memory) { return reinterpret_cast<const Pair*>(memory.ds_pairs); }
+  static const Pair* ds_of_rows(const BackwardMemory<float>& memory) {
+    return reinterpret_cast<const Pair*>(memory.ds_rounded);
+  }
+};
+#endif
+
+// memory.p and memory.ds of the tile, from the packed q, dout, k and v. lse, delta: of the tile's rows.
+template <class Gradients, typename C = typename Gradients::Number>
 void gradient_tile(const ScoreRules<C>& rules, GradientTile<C>& tile, Gradient gradient, const C* lse, const C* delta,
                    const BackwardMemory<C>& memory) {
   const Problem& p = rules.problem;
-  const Index count = tile.keys.size();
   tile.group_count = ceil_div(tile.rows.size(), kBlockRows);
   for (Index g = 0; g < tile.group_count; ++g) {
-    tile.groups[g] = group_columns<C>(rules.vis, tile.kind, tile.rows, g, tile.keys.begin, count);
+    tile.groups[g] = group_columns<C>(rules.vis, tile.kind, tile.rows, g, tile.keys.begin, tile.keys.size());
   }
-  score_product(tile.groups, tile.group_count, count, p.head_dim, memory.q, memory.kt, memory.p,
-                may_overflow(tile.q_magnitude, tile.k_magnitude, p.head_dim), tile.prefetcher);
-  score_product(tile.groups, tile.group_count, count, p.value_dim, memory.dout, memory.vt, memory.ds,
-                may_overflow(tile.dout_magnitude, tile.v_magnitude, p.value_dim), tile.prefetcher);
+  Gradients::scores(tile, p.head_dim, memory.q, memory.kt, may_overflow(tile.q_magnitude, tile.k_magnitude, p.head_dim),
+                    memory.p);
+  Gradients::scores(tile, p.value_dim, memory.dout, memory.vt,
+                    may_overflow(tile.dout_magnitude, tile.v_magnitude, p.value_dim), memory.ds);
   for (Index r = 0; r < tile.rows.rows; ++r) {
     const GroupColumns& group = tile.groups[r / kBlockRows];
     gradient_row(rules, tile, gradient, tile.rows.row + r, group.begin, group.end, lse[r], delta[r],
@@ -159,10 +222,12 @@ void gradient_tile(const ScoreRules<C>& rules, GradientTile<C>& tile, Gradient g
   }
 }
 
-// target[key] += sum over rows of weights[row][key] * right[row]: the products with transposed tiles.
-template <typename C>
-void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& tile, const C* weights,
-                            const RightRows<C>& right, C* target, Index ld) {
+// target[key] += sum over rows of weights[row][key] * right[row]: the products with transposed tiles. units: the
+// weights as the product reads them.
+template <class Right, typename T, typename C = typename Unit<T>::Sum>
+void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& tile, const C* weights, const T* units,
+                            const Right& right, C* target, Index ld) {
+  constexpr Index elements = Unit<T>::elements;
   const Index n = lanes<C>(), vecs = ld / n, count = tile.keys.size();
   for (Index vec = 0; vec < vecs; vec += kBlockVecs) {
     for (Index c = 0; c < count; c += kBlockRows) {
@@ -174,13 +239,14 @@ void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& t
         end = std::clamp<Index>(seen.end - tile.rows.row, begin, tile.rows.rows);
       }
       if (begin == end) continue;
-      gemm<Left::packed, Into::add>(keys, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
-                                    weights + begin * tile_stride + c, tile_stride, right.at(begin, vec),
+      begin /= elements;
+      gemm<Left::packed, Into::add>(keys, std::min<Index>(kBlockVecs, vecs - vec), ceil_div(end, elements) - begin,
+                                    units + begin * tile_stride + c, tile_stride, right.at(begin, vec),
                                     panel_width<C>(), target + c * ld + vec * n, ld);
     }
   }
-  for (Index bad = 0; bad < right.bad_count; ++bad) {
-    const Index r = right.bad[bad];
+  for (Index bad = 0; bad < right.bad->count; ++bad) {
+    const Index r = right.bad->rows[bad];
     for (Index c = 0; c < count; ++c) {
       if (rules.visible(tile.rows.row + r, tile.keys.begin + c)) {
         right.add_bad(r, weights[r * tile_stride + c], target + c * ld);
@@ -189,13 +255,13 @@ void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& t
   }
 }
 
-// dq[row] += sum over keys of ds[row][key] * k[key].
-template <typename C>
-void add_query_gradient(const ScoreRules<C>& rules, GradientTile<C>& tile, const C* ds, const RightRows<C>& k, C* dq,
-                        Index dq_stride, Index vecs) {
-  add_tile_product(tile.groups, tile.group_count, ds, k, dq, dq_stride, vecs, tile.prefetcher);
-  for (Index bad = 0; bad < k.bad_count; ++bad) {
-    const Index c = k.bad[bad];
+// dq[row] += sum over keys of ds[row][key] * k[key]. units: ds as the product reads it.
+template <class Right, typename T, typename C = typename Unit<T>::Sum>
+void add_query_gradient(const ScoreRules<C>& rules, const GradientTile<C>& tile, const C* ds, const T* units,
+                        const Right& k, C* dq, Index dq_stride, Index vecs) {
+  add_tile_product(tile.groups, tile.group_count, units, k, dq, dq_stride, vecs);
+  for (Index bad = 0; bad < k.bad->count; ++bad) {
+    const Index c = k.bad->rows[bad];
     for (Index r = 0; r < tile.rows.rows; ++r) {
       if (rules.visible(tile.rows.row + r, tile.keys.begin + c)) {
         k.add_bad(c, ds[r * tile_stride + c], dq + r * dq_stride);
@@ -205,27 +271,24 @@ void add_query_gradient(const ScoreRules<C>& rules, GradientTile<C>& tile, const
 }
 
 // Packs k and v of a key tile for the products with q and dout.
-template <typename C>
+template <class Gradients, typename C = typename Gradients::Number>
 void pack_keys(const Problem& p, const Buffers& buffers, Index b, Index head_kv, GradientTile<C>& tile,
                const BackwardMemory<C>& memory) {
   const Index first = p.sequences[static_cast<std::size_t>(b)].k_begin + tile.keys.begin, count = tile.keys.size();
-  const Index width = panel_width<C>();
-  tile.k_magnitude =
-      pack_transposed(rows_of(p, buffers.k, p.k, b, head_kv, first, count, p.head_dim), C{1}, width, memory.kt);
-  tile.v_magnitude =
-      pack_transposed(rows_of(p, buffers.v, p.v, b, head_kv, first, count, p.value_dim), C{1}, width, memory.vt);
+  tile.k_magnitude = Gradients::pack_keys(rows_of(p, buffers.k, p.k, b, head_kv, first, count, p.head_dim), memory.kt);
+  tile.v_magnitude = Gradients::pack_keys(rows_of(p, buffers.v, p.v, b, head_kv, first, count, p.value_dim), memory.vt);
 }
 
 // Packs q and dout of the tile's rows for the products with k and v.
-template <typename C>
+template <class Gradients, typename C = typename Gradients::Number>
 void pack_queries(const Problem& p, const Buffers& buffers, Index b, GradientTile<C>& tile,
                   const BackwardMemory<C>& memory) {
   const Index h = tile.rows.head, count = tile.rows.rows;
   const Index first = p.sequences[static_cast<std::size_t>(b)].q_begin + tile.rows.row;
-  tile.q_magnitude = pack_transposed(rows_of(p, buffers.q, p.q, b, h, first, count, p.head_dim),
-                                     Scaling<C>(p.scale).before, kBlockRows, memory.q);
+  tile.q_magnitude =
+      Gradients::pack_left(rows_of(p, buffers.q, p.q, b, h, first, count, p.head_dim), Scaling<C>(p).before, memory.q);
   tile.dout_magnitude =
-      pack_transposed(rows_of(p, buffers.dout, p.dout, b, h, first, count, p.value_dim), C{1}, kBlockRows, memory.dout);
+      Gradients::pack_left(rows_of(p, buffers.dout, p.dout, b, h, first, count, p.value_dim), C{1}, memory.dout);
 }
 
 template <typename C>
@@ -235,8 +298,10 @@ void write_rows(const C* rows, Index ld, const Rows& target, void* data) {
   });
 }
 
-template <typename C>
+template <class Gradients>
 void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t index, Workspace workspace) {
+  using C = typename Gradients::Number;
+  using Right = typename Gradients::Right;
   const Problem& p = *plan.problem;
   const BackwardTask& task = plan.tasks[index];
   const Index b = task.sequence;
@@ -247,7 +312,8 @@ void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t
   GradientTile<C> tile;
   tile.keys = {task.key_tile * plan.tile_keys, std::min<Index>(seq.k_len, (task.key_tile + 1) * plan.tile_keys)};
   const Index k_first = seq.k_begin + tile.keys.begin, key_count = tile.keys.size();
-  RightRows<C> k;
+  Right k;
+  BadRows bad_keys;
   bool packed = false;
   std::fill_n(memory.dk, key_count * plan.ld_q, C{0});
   std::fill_n(memory.dv, key_count * plan.ld_v, C{0});
@@ -265,11 +331,13 @@ void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t
       if (tile.kind != TileKind::hidden) {
         if (!packed) {
           packed = true;
-          pack_keys(p, buffers, b, task.head_kv, tile, memory);
-          k = RightRows<C>(rows_of(p, buffers.k, p.k, b, task.head_kv, k_first, key_count, p.head_dim), memory.k_rows);
+          pack_keys<Gradients>(p, buffers, b, task.head_kv, tile, memory);
+          k = Right(rows_of(p, buffers.k, p.k, b, task.head_kv, k_first, key_count, p.head_dim), memory.k_rows,
+                    &bad_keys);
+          k.pack(0, key_count);
         }
         tile.rows = {.head = h, .heads = 1, .row = rows.begin, .rows = rows.size()};
-        pack_queries(p, buffers, b, tile, memory);
+        pack_queries<Gradients>(p, buffers, b, tile, memory);
         const Index next = seq.q_begin + rows.end, next_count = std::min(tile_q, seq.q_len - rows.end);
         tile.next_q = rows_of(p, buffers.q, p.q, b, h, next, next_count, p.head_dim);
         tile.next_dout = rows_of(p, buffers.dout, p.dout, b, h, next, next_count, p.value_dim);
@@ -278,18 +346,24 @@ void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t
         tile.prefetcher.add(tile.next_dout, 0, next_count);
         tile.prefetcher.start(2 * ceil_div(tile.rows.size(), kBlockRows) * ceil_div(key_count, panel_width<C>()));
         const Index statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin;
-        gradient_tile(rules, tile, Gradient::score, memory.lse + statistics, memory.delta + statistics, memory);
+        gradient_tile<Gradients>(rules, tile, Gradient::score, memory.lse + statistics, memory.delta + statistics,
+                                 memory);
+        Gradients::round(tile, memory);
 
         const Index q_first = seq.q_begin + rows.begin;
-        RightRows<C> q(rows_of(p, buffers.q, p.q, b, h, q_first, rows.size(), p.head_dim), memory.q_rows);
-        RightRows<C> dout(rows_of(p, buffers.dout, p.dout, b, h, q_first, rows.size(), p.value_dim), memory.dout_rows);
+        BadRows bad_q, bad_dout;
+        Right q(rows_of(p, buffers.q, p.q, b, h, q_first, rows.size(), p.head_dim), memory.q_rows, &bad_q);
+        Right dout(rows_of(p, buffers.dout, p.dout, b, h, q_first, rows.size(), p.value_dim), memory.dout_rows,
+                   &bad_dout);
+        q.pack(0, rows.size());
+        dout.pack(0, rows.size());
         if (rules.hides(tile.kind)) {
           q.isolate_bad();
           dout.isolate_bad();
           k.isolate_bad();
         }
-        add_transposed_product(rules, tile, memory.p, dout, memory.dv, plan.ld_v);
-        add_transposed_product(rules, tile, memory.ds, q, memory.dk, plan.ld_q);
+        add_transposed_product(rules, tile, memory.p, Gradients::p(memory), dout, memory.dv, plan.ld_v);
+        add_transposed_product(rules, tile, memory.ds, Gradients::ds(memory), q, memory.dk, plan.ld_q);
       }
 
       std::atomic_ref<std::int32_t> turn(
@@ -307,7 +381,7 @@ void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t
                (plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin) * plan.ld_q;
           dq_stride = plan.ld_q;
         }
-        add_query_gradient(rules, tile, memory.ds, k, dq, dq_stride, plan.ld_q / n);
+        add_query_gradient(rules, tile, memory.ds, Gradients::ds_of_rows(memory), k, dq, dq_stride, plan.ld_q / n);
       }
       turn.store(mine + 1, std::memory_order_release);
     }
@@ -423,12 +497,13 @@ void bias_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t ind
           const Range rows{query_tile * tile_q, std::min<Index>(seq.q_len, (query_tile + 1) * tile_q)};
           tile.kind = rules.vis.classify(rows, tile.keys);
           if (tile.kind == TileKind::hidden) continue;
-          if (!packed) pack_keys(p, buffers, b, h / p.group(), tile, memory);
+          if (!packed) pack_keys<VectorGradients<C>>(p, buffers, b, h / p.group(), tile, memory);
           packed = true;
           tile.rows = {.head = h, .heads = 1, .row = rows.begin, .rows = rows.size()};
-          pack_queries(p, buffers, b, tile, memory);
+          pack_queries<VectorGradients<C>>(p, buffers, b, tile, memory);
           const Index statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin;
-          gradient_tile(rules, tile, Gradient::bias, memory.lse + statistics, memory.delta + statistics, memory);
+          gradient_tile<VectorGradients<C>>(rules, tile, Gradient::bias, memory.lse + statistics,
+                                            memory.delta + statistics, memory);
           for (Index r = 0; r < rows.size(); ++r) {
             const C* ds = memory.ds + r * tile_stride;
             C* sum = memory.dbias + (per_query ? r * tile_stride : 0);
@@ -456,13 +531,19 @@ void bias_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t ind
 }
 
 void add_backward(KernelTable& table) {
+#if HWY_TARGET == HWY_AVX3_DL
+  table.pairs = true;
+#endif
   table.backward_prepare = [](const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, Workspace workspace) {
     plan.problem->dtype == HR_FLOAT64 ? prepare<double>(plan, buffers, b, h, workspace)
                                       : prepare<float>(plan, buffers, b, h, workspace);
   };
   table.backward = [](const BackwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
-    plan.problem->dtype == HR_FLOAT64 ? backward_task<double>(plan, buffers, task, workspace)
-                                      : backward_task<float>(plan, buffers, task, workspace);
+#if HWY_TARGET == HWY_AVX3_DL
+    if (plan.pairs) return backward_task<PairGradients>(plan, buffers, task, workspace);
+#endif
+    plan.problem->dtype == HR_FLOAT64 ? backward_task<VectorGradients<double>>(plan, buffers, task, workspace)
+                                      : backward_task<VectorGradients<float>>(plan, buffers, task, workspace);
   };
   table.backward_finish = [](const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, Workspace workspace) {
     plan.problem->dtype == HR_FLOAT64 ? finish<double>(plan, buffers, b, h, workspace)

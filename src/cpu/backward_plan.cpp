@@ -9,7 +9,9 @@ namespace headrace::cpu {
 BackwardPlan plan_backward(const Problem& p, const KernelTable& kernels) {
   BackwardPlan plan;
   plan.problem = &p;
-  plan.tile_keys = p.head_dim + p.value_dim <= backward_wide_below ? tile_k : tile_k / 2;
+  plan.pairs = kernels.pairs && p.dtype == HR_BFLOAT16;
+  // Pairs take half the memory.
+  plan.tile_keys = (p.head_dim + p.value_dim) / (plan.pairs ? 2 : 1) <= backward_wide_below ? tile_k : tile_k / 2;
 
   Index rows = 0, turns = 0;
   for (const Sequence& seq : p.sequences) {
@@ -68,6 +70,10 @@ BackwardPlan plan_backward(const Problem& p, const KernelTable& kernels) {
   plan.dk = scratch.add(bytes(std::max(plan.tile_keys * plan.ld_q, plan.ld_v)));  // also a row of dout
   plan.dv = scratch.add(bytes(plan.tile_keys * plan.ld_v));
   plan.row = scratch.add(bytes(3 * tile_stride));
+  if (plan.pairs) {
+    for (std::size_t* part : {&plan.p_pairs, &plan.ds_pairs, &plan.ds_rounded})
+      *part = scratch.add(bytes(tile_rows * tile_stride));
+  }
   if (p.need_dbias) plan.dbias = scratch.add(bytes(tile_q * tile_stride));
   plan.scratch_bytes = scratch.bytes;
 

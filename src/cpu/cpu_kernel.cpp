@@ -61,11 +61,12 @@ class ForwardKernel final : public Kernel {
         threads_(used_threads(p, plan_.tasks.size())) {}
 
   [[nodiscard]] std::size_t workspace_bytes() const override {
-    return shared_bytes() + static_cast<std::size_t>(threads_) * plan_.scratch_bytes;
+    return plan_.shared_bytes + static_cast<std::size_t>(threads_) * plan_.scratch_bytes;
   }
 
   [[nodiscard]] KernelReport report() const override {
-    return {.name = "cpu.forward." + std::string(target_.name),
+    const bool streams = plan_.products == cpu::ProductKind::stream;
+    return {.name = (streams ? "cpu.stream." : "cpu.forward.") + std::string(target_.name),
             .tile_q = cpu::tile_q,
             .tile_k = cpu::tile_k,
             .splits = plan_.splits,
@@ -79,15 +80,17 @@ class ForwardKernel final : public Kernel {
 
   void execute(const Buffers& buffers, std::byte* workspace) const override {
     const cpu::KernelTable& kernels = target_.table();
-    Counter tasks(plan_.tasks.size());
+    Counter packs(plan_.pack_tasks.size()), tasks(plan_.tasks.size());
     Counter merges(plan_.splits > 1 ? plan_.tasks.size() / static_cast<std::size_t>(plan_.splits) : 0);
 #pragma omp parallel num_threads(threads_)
     {
-      const cpu::Workspace mine{
-          .shared = workspace,
-          .scratch = workspace + shared_bytes() + static_cast<std::size_t>(omp_get_thread_num()) * plan_.scratch_bytes};
+      const cpu::Workspace mine{.shared = workspace,
+                                .scratch = workspace + plan_.shared_bytes +
+                                           static_cast<std::size_t>(omp_get_thread_num()) * plan_.scratch_bytes};
       std::size_t index = 0;
-      while (tasks.next(index)) kernels.forward(plan_, buffers, index, mine);
+      while (packs.next(index)) kernels.forward_pack(plan_, buffers, index, mine);
+#pragma omp barrier
+      while (tasks.next(index)) kernels.forward(plan_, buffers, plan_.task_in_turn(index), mine);
       if (plan_.splits > 1) {
 #pragma omp barrier
         while (merges.next(index)) {
@@ -108,8 +111,6 @@ class ForwardKernel final : public Kernel {
   }
 
  private:
-  [[nodiscard]] std::size_t shared_bytes() const { return plan_.partial_bytes * plan_.tasks.size(); }
-
   const Problem& problem_;
   const cpu::Target& target_;
   cpu::ForwardPlan plan_;

@@ -39,7 +39,21 @@ Index ForwardPlan::key_reuse() const {
   return std::max<Index>(1, std::min(tiles_per_task, query_tiles(longest)) * heads_per_tile(longest));
 }
 
+std::size_t ForwardPlan::task_in_turn(std::size_t n) const {
+  if (splits == 1) return n;
+  const std::size_t heads = static_cast<std::size_t>(problem->heads_kv), parts = static_cast<std::size_t>(splits);
+  const std::size_t group = n / (heads * parts), in_group = n % (heads * parts);
+  return (group * heads + in_group % heads) * parts + in_group / heads;
+}
+
 namespace {
+
+// Few enough queries that reading keys and values is what takes the time. Other sums than those of prefill: not where
+// the bits of a row must be the same in both.
+bool streams(const Problem& p, Index lanes) {
+  return !p.batch_invariant && p.seqlen_q * p.group() <= stream_rows && p.seqlen_k > tile_k &&
+         p.head_dim % lanes == 0 && p.value_dim % lanes == 0;
+}
 
 // Key tiles that a task visits by position, times its query tiles: what the schedule sorts by.
 Index cost(const ForwardPlan& plan, const ForwardTask& task) {
@@ -60,30 +74,71 @@ Index cost(const ForwardPlan& plan, const ForwardTask& task) {
 ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threads) {
   ForwardPlan plan;
   plan.problem = &p;
-  Index all_tiles = 0;
-  for (const Sequence& seq : p.sequences) all_tiles += p.heads_kv * plan.query_tiles(seq.q_len);
-  if (!p.batch_invariant && all_tiles > 0 && all_tiles < split_below_tiles) {
-    const Index longest = ceil_div(p.seqlen_k, tile_k);
-    plan.splits = std::max<Index>(1, std::min(ceil_div(split_below_tiles, all_tiles), longest / min_split_tiles));
-  }
   const bool wide = p.dtype == HR_FLOAT64;
   const Index lanes = wide ? kernels.lanes_f64 : kernels.lanes_f32;
+  if (streams(p, lanes)) {
+    plan.products = ProductKind::stream;
+  } else if (p.dtype == HR_BFLOAT16) {
+    plan.products = kernels.bfloat16;
+  }
+  const bool packs = plan.products != ProductKind::stream;
+  const bool whole_elements = !packs || plan.products == ProductKind::vectors;
+  Index all_tiles = 0;
+  for (const Sequence& seq : p.sequences) all_tiles += p.heads_kv * plan.query_tiles(seq.q_len);
+  if (!p.batch_invariant && all_tiles > 0 && (!packs || all_tiles < split_below_tiles)) {
+    const Index longest = ceil_div(p.seqlen_k, tile_k);
+    const Index wanted = packs ? ceil_div(split_below_tiles, all_tiles) : most_stream_splits;
+    plan.splits = std::max<Index>(1, std::min(wanted, longest / min_split_tiles));
+  }
   const std::size_t element = wide ? sizeof(double) : sizeof(float);
   const auto bytes = [&](Index elements) { return static_cast<std::size_t>(elements) * element; };
-  plan.amx = kernels.amx && p.dtype == HR_BFLOAT16;
-  plan.ld_q = plan.amx ? std::max<Index>(p.head_dim, 16) : p.head_dim;  // AMX: rows of a multiple of 64 bytes
+  // Rows of packed bfloat16 take half of this or less, but AMX rounds them up to 64 bytes.
+  plan.ld_q = whole_elements ? p.head_dim : round_up(p.head_dim, 32);
   plan.ld_out = round_up(p.value_dim, lanes);
-  const Index tile_rows = round_up(tile_q, kernels.rows);
+  plan.tile_rows = round_up(packs ? tile_q : std::max<Index>(1, p.seqlen_q * p.group()), kernels.rows);
+  const Index state_bytes = static_cast<Index>(bytes(plan.tile_rows * (plan.ld_q + plan.ld_out + lanes)));
+  Arena shared;
+  std::size_t largest_tile = 0;
+  for (Index b = 0; b < p.batch; ++b) {
+    const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
+    PackedSequence packed{.tiles = ceil_div(seq.k_len, tile_k)};
+    if (plan.query_tiles(seq.q_len) > 0) {
+      const Index keys = std::min(tile_k, round_up(seq.k_len, packed_multiple));
+      const auto operand = [&](Index size) {
+        const std::size_t whole = bytes(keys * round_up(size, packed_multiple));
+        return whole_elements ? whole : whole / 2;
+      };
+      Arena tile;
+      if (packs) {
+        tile.add(operand(p.head_dim));
+        packed.v = tile.add(operand(p.value_dim));
+      }
+      packed.tile = tile.add(sizeof(PackedTile));
+      packed.bytes = tile.bytes;
+      packed.offset = shared.add(static_cast<std::size_t>(p.heads_kv * packed.tiles) * packed.bytes);
+      largest_tile = std::max(largest_tile, packed.bytes);
+      for (Index tile_index = 0; tile_index < packed.tiles; ++tile_index)
+        plan.pack_tasks.push_back({.sequence = static_cast<std::int32_t>(b), .key_tile = tile_index});
+    }
+    plan.packed.push_back(packed);
+  }
+  plan.shares_keys = packs && shared.bytes <= shared_keys_bytes;
+  if (!plan.shares_keys) {
+    shared = {};
+    plan.pack_tasks.clear();
+  }
+
   const Index fitting =
-      task_state_l2 * l2_cache_bytes() / static_cast<Index>(bytes(tile_rows * (plan.ld_q + plan.ld_out + lanes)));
+      (plan.shares_keys ? l2_cache_bytes() / task_state_part_of_l2 : task_state_l2 * l2_cache_bytes()) / state_bytes;
   const Index wanted = std::min(all_tiles * plan.splits / (tasks_per_thread * threads), fitting);
   plan.tiles_per_task = std::clamp<Index>(wanted, 1, max_tiles_per_task);
   for (Index b = 0; b < p.batch; ++b) {
     const Index tiles = plan.query_tiles(p.sequences[static_cast<std::size_t>(b)].q_len);
     if (tiles == 0) continue;
     const Index count = ceil_div(tiles, ceil_div(tiles, plan.tiles_per_task));  // tasks of about the same size
-    for (Index head = 0; head < p.heads_kv; ++head) {
-      for (Index first = 0; first < tiles; first += count) {
+    // Heads innermost: rows of neighbouring heads share pages, and so entries of the TLB.
+    for (Index first = 0; first < tiles; first += count) {
+      for (Index head = 0; head < p.heads_kv; ++head) {
         plan.tasks.push_back({.sequence = static_cast<std::int32_t>(b),
                               .head_kv = static_cast<std::int32_t>(head),
                               .first = first,
@@ -109,20 +164,23 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   }
   plan.tasks = std::move(sorted);
 
-  const Index rows = plan.tiles_per_task * tile_rows;
+  const Index rows = plan.tiles_per_task * plan.tile_rows;
   Arena arena;
   plan.q = arena.add(bytes(rows * plan.ld_q));
-  for (std::size_t& kt : plan.kt) kt = arena.add(bytes((tile_k + 2 * lanes) * plan.ld_q));
-  for (std::size_t& v : plan.v) v = arena.add(bytes(tile_k * round_up(p.value_dim, 2 * lanes)));
-  plan.scores = arena.add(bytes(tile_rows * tile_stride));
+  plan.scores = arena.add(bytes(plan.tile_rows * tile_stride));
   plan.out = arena.add(bytes(rows * plan.ld_out));
   plan.max = arena.add(bytes(rows));
   plan.sum = arena.add(bytes(rows * lanes));
   plan.value_scale = arena.add(bytes(rows));
   plan.row = arena.add(bytes(tile_stride));
-  if (plan.amx) plan.weights = arena.add(bytes(tile_rows * tile_stride));
+  if (!whole_elements) plan.weights = arena.add(bytes(plan.tile_rows * tile_stride));
+  if (!plan.shares_keys) plan.keys = arena.add(largest_tile);
   plan.scratch_bytes = arena.bytes;
-  if (plan.splits > 1) plan.partial_bytes = (bytes(rows * (plan.ld_out + 3)) + 63) / 64 * 64;
+  if (plan.splits > 1) {
+    plan.partial_bytes = (bytes(rows * (plan.ld_out + 3)) + 63) / 64 * 64;
+    plan.partials = shared.add(plan.partial_bytes * plan.tasks.size());
+  }
+  plan.shared_bytes = shared.bytes;
   return plan;
 }
 

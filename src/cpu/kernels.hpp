@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/tile_config.hpp"
 #include "describe/problem.hpp"
 
 namespace headrace::cpu {
@@ -37,20 +38,66 @@ struct ForwardTask {
   std::int32_t split = 0;
 };
 
+// Key tile `key_tile` of all key-value heads of a sequence.
+struct PackTask {
+  std::int32_t sequence = 0;
+  Index key_tile = 0;
+};
+
+// Rows of a key tile that are not finite. They are taken out of its packed values; see HiddenRows.
+struct BadRows {
+  bool isolated = false;
+  Index count = 0;
+  std::uint16_t rows[tile_k] = {};
+};
+
+// What is known of a packed key tile, behind its keys and values.
+struct PackedTile {
+  bool seen = false;  // by a query; else it is not packed
+  double k_magnitude = 0, v_magnitude = 0;
+  double value_scale = 1;  // of the packed values
+  BadRows bad;
+};
+
+// Where the packed key tiles of a sequence stand in the shared workspace, and the parts of each tile.
+struct PackedSequence {
+  std::size_t offset = 0, v = 0, tile = 0, bytes = 0;  // keys stand first; bytes: of all parts
+  Index tiles = 0;                                     // of each key-value head
+  [[nodiscard]] std::size_t at(Index head_kv, Index index) const {
+    return offset + static_cast<std::size_t>(head_kv * tiles + index) * bytes;
+  }
+};
+
+// What multiplies.
+enum class ProductKind {
+  vectors,  // vectors of the type that is summed in
+  stream,   // the same for few queries, keys and values unpacked, stream-inl.h
+  pairs,    // pairs of bfloat16, pairs-inl.h
+  amx       // tiles of bfloat16, amx-inl.h
+};
+
 struct ForwardPlan {
   const Problem* problem = nullptr;
+  ProductKind products = ProductKind::vectors;
   Index tiles_per_task = 1;
+  Index tile_rows = 0;  // that scratch memory has for a query tile
   Index splits = 1;
   std::vector<ForwardTask> tasks;  // tasks of the splits of one group of query tiles stand together
-  bool amx = false;                // products on AMX tiles
-  Index ld_q = 0, ld_out = 0;      // row lengths of packed q and of the output accumulator
-  // Offsets in a thread's scratch memory; of packed keys and values there are two tiles, a current and a next one.
-  std::size_t q = 0, kt[2] = {}, v[2] = {}, scores = 0, out = 0, max = 0, sum = 0, value_scale = 0, row = 0;
-  std::size_t weights = 0;        // with AMX: rounded to bfloat16
-  std::size_t scratch_bytes = 0;  // a thread
-  std::size_t partial_bytes = 0;  // a task, where splits > 1
+  std::vector<PackTask> pack_tasks;
+  std::vector<PackedSequence> packed;  // [batch]
+  bool shares_keys = false;            // all key tiles are packed before the tasks begin; else each task packs its own
+  Index ld_q = 0, ld_out = 0;          // row lengths of packed q and of the output accumulator
+  // Offsets in a thread's scratch memory.
+  std::size_t q = 0, scores = 0, out = 0, max = 0, sum = 0, value_scale = 0, row = 0;
+  std::size_t weights = 0;  // rounded to bfloat16
+  std::size_t keys = 0;     // a key tile, where it is not shared
+  std::size_t scratch_bytes = 0;
+  // In the shared workspace: packed key tiles; then the partial states of tasks, where splits > 1.
+  std::size_t partials = 0, partial_bytes = 0, shared_bytes = 0;
 
-  [[nodiscard]] Index key_reuse() const;  // query tiles of one head that share one packing of a key tile
+  // The task whose turn is the nth: heads innermost, then the splits of one group of query tiles.
+  [[nodiscard]] std::size_t task_in_turn(std::size_t n) const;
+  [[nodiscard]] Index key_reuse() const;  // query tiles of a head that share one reading of a packed key tile
   [[nodiscard]] Index heads_per_tile(Index q_len) const;
   [[nodiscard]] Index query_tiles(Index q_len) const;
   [[nodiscard]] QueryTile query_tile(Index q_len, Index head_kv, Index index) const;
@@ -77,10 +124,12 @@ struct BackwardPlan {
   std::vector<Index> row_offset;   // [batch]: rows of all heads before a sequence
   std::vector<Index> turn_offset;  // [batch]: query tiles of all heads before a sequence
   bool dq_direct = false;          // dq itself is the accumulator
+  bool pairs = false;              // products of pairs of bfloat16
   Index ld_q = 0, ld_v = 0;        // row lengths of accumulators of head_dim and value_dim
   // Offsets in a thread's scratch memory, and in the shared workspace.
   std::size_t q = 0, dout = 0, q_rows = 0, dout_rows = 0, kt = 0, vt = 0, k_rows = 0, p = 0, ds = 0, dk = 0, dv = 0;
   std::size_t row = 0, dbias = 0, scratch_bytes = 0;
+  std::size_t p_pairs = 0, ds_pairs = 0, ds_rounded = 0;  // p and ds rounded to bfloat16, for pairs
   std::size_t delta = 0, lse = 0, turns = 0, dq_accumulator = 0, shared_bytes = 0;
 };
 
@@ -91,10 +140,13 @@ struct Workspace {
 };
 
 struct KernelTable {
-  Index lanes_f32 = 0, lanes_f64 = 0;  // elements of a vector
-  Index rows = 0;                      // rows of a register block
-  bool amx = false;                    // the forward pass takes AMX tiles for bfloat16
+  Index lanes_f32 = 0, lanes_f64 = 0;           // elements of a vector
+  Index rows = 0;                               // rows of a register block
+  ProductKind bfloat16 = ProductKind::vectors;  // of the forward pass
+  bool pairs = false;                           // the backward pass multiplies pairs of bfloat16
 
+  // Packs a key tile of all heads for the tasks of the forward pass.
+  void (*forward_pack)(const ForwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;
   void (*forward)(const ForwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;
   // Merges the splits whose first task is given, and writes the rows.
   void (*merge_splits)(const ForwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;

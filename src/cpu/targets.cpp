@@ -13,9 +13,6 @@ namespace headrace::cpu::HWY_NAMESPACE {
 
 void add_forward(KernelTable& table);   // forward.cpp
 void add_backward(KernelTable& table);  // backward.cpp
-#if HWY_TARGET == HWY_AVX3_DL
-void add_amx(KernelTable& table);  // forward.cpp
-#endif
 
 const KernelTable& table() {
   static const KernelTable table = [] {
@@ -31,7 +28,7 @@ const KernelTable& table() {
 const KernelTable& amx_table() {
   static const KernelTable with_amx = [] {
     KernelTable t = table();
-    add_amx(t);
+    t.bfloat16 = ProductKind::amx;
     return t;
   }();
   return with_amx;

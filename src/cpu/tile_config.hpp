@@ -1,6 +1,8 @@
 // The tile sizes of the CPU kernels: the one place where they are tuned.
 #pragma once
 
+#include <cstddef>
+
 #include "tiling/tiling.hpp"
 
 namespace headrace::cpu {
@@ -17,11 +19,18 @@ inline constexpr Index tile_stride = tile_k + 16;
 // score tile stays within reach of the L1 cache, and causal edges waste little.
 inline constexpr Index tile_q = 48;
 
-// Query tiles that share one packing of a key tile in the forward pass, at most. Packing rows that lie far
-// apart costs cache and TLB misses, about as much as 50 rows of products. Fewer where their state (packed q,
-// out) would take more than task_state_l2 times the L2 cache (2 is 1 to 4 % faster than 1 at d = 128: to stream
-// the state costs less than to pack the keys again), or where a thread would get less than tasks_per_thread.
-// No bit of a row depends on this.
+// Packed keys and values are padded to a multiple of this many rows and elements: a panel of every target.
+inline constexpr Index packed_multiple = 64;
+
+// Keys and values are packed once, for all tasks, where that takes at most this much memory: half of a small L3 cache.
+// Else every task packs the key tiles that it visits.
+inline constexpr std::size_t shared_keys_bytes = std::size_t{17} << 20;
+
+// Query tiles of a task: together they read a packed key tile, which then comes from the L2 cache for all but the
+// first. As many as have a state (packed q, out) of at most this part of the L2 cache; or, where the task packs keys
+// itself, of this many L2 caches: to stream the state costs less than to pack again. Fewer where a thread would get
+// less than tasks_per_thread. No bit of a row depends on this.
+inline constexpr Index task_state_part_of_l2 = 4;
 inline constexpr Index task_state_l2 = 2;
 inline constexpr Index max_tiles_per_task = 64;
 inline constexpr Index tasks_per_thread = 4;
@@ -33,6 +42,14 @@ inline constexpr Index pack_heads_below = 32;
 // key tiles. That depends on the shapes alone: results must not depend on the number of threads.
 inline constexpr Index split_below_tiles = 32;
 inline constexpr Index min_split_tiles = 4;
+
+// Up to this many query rows of a key-value head, keys and values are streamed, not packed: a multiply-add for each row
+// and vector that comes from memory hides behind the reading. Rows are asked for stream_ahead rows before they are
+// used. Parts of min_split_tiles key tiles of all heads are read one after the other, so that their pages stay in the
+// TLB; there are at most most_stream_splits parts.
+inline constexpr Index stream_rows = 8;
+inline constexpr Index stream_ahead = 16;
+inline constexpr Index most_stream_splits = 64;
 
 // The backward pass keeps seven tiles of keys alive; from this sum of head_dim and value_dim on it
 // halves them to stay in a 1 MiB L2.

@@ -13,6 +13,7 @@
 
 #include "cpu/kernels.hpp"
 #include "cpu/simd/attributes-inl.h"
+#include "cpu/simd/bfloat16-inl.h"
 #include "cpu/simd/tile-inl.h"
 #include "cpu/tile_config.hpp"
 #include "describe/element.hpp"
@@ -26,8 +27,6 @@ namespace headrace::cpu::HWY_NAMESPACE {
 inline constexpr Index kAmxRows = 16;   // of a tile register: rows, columns of a result, pairs of a right operand
 inline constexpr Index kAmxDepth = 32;  // elements of a sum that one instruction takes
 inline constexpr Index kAmxTile = kAmxRows * kAmxDepth;  // elements of a tile
-// Distance of two rows of weights, in elements: one line more than the tile, for the sets of the L1 cache.
-inline constexpr Index amx_weight_stride = tile_k + kAmxDepth;
 
 // Configures all tile registers as 16 rows of 64 bytes while it lives. Loads of tiles are nothing to the compiler
 // either: what they read is written by other functions, which are not inlined.
@@ -50,44 +49,15 @@ class AmxScope {
   AmxScope& operator=(const AmxScope&) = delete;
 };
 
-// 32 elements of a row from column `first` on; zeros behind its end.
-HWY_INLINE __m512i amx_load(const BFloat16* row, Index first, Index size) {
-  const Index left = size - first;
-  const __mmask32 mask = left >= kAmxDepth ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
-  return _mm512_maskz_loadu_epi16(mask, row + first);
-}
-
-// The largest magnitude among elements; NaN is passed over.
-class AmxMagnitude {
- public:
-  AmxMagnitude() : largest_(_mm512_setzero_si512()) {}
-  HWY_INLINE void see(__m512i x) {
-    const __m512i infinity = _mm512_set1_epi16(0x7F80);
-    const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF));
-    largest_ =
-        _mm512_max_epu16(largest_, _mm512_maskz_mov_epi16(_mm512_cmple_epu16_mask(magnitude, infinity), magnitude));
-  }
-  [[nodiscard]] float value() const {
-    alignas(64) BFloat16 elements[kAmxDepth];
-    _mm512_store_si512(elements, largest_);
-    double largest = 0;
-    for (const BFloat16 x : elements) largest = std::max(largest, static_cast<double>(x));
-    return static_cast<float>(largest);
-  }
-
- private:
-  __m512i largest_;
-};
-
 // Left operand: tile (r / 16, k / 32) of element (r, k) at ((r / 16) * depth_tiles + k / 32) * kAmxTile.
 HWY_NOINLINE float amx_pack_left(const Rows& rows, BFloat16* dst) {
   const auto* data = static_cast<const BFloat16*>(rows.data);
   const Index depth_tiles = ceil_div(rows.size, kAmxDepth);
-  AmxMagnitude magnitude;
+  BFloat16Magnitude magnitude;
   for (Index r = 0; r < rows.count; ++r) {
     BFloat16* target = dst + r / kAmxRows * depth_tiles * kAmxTile + r % kAmxRows * kAmxDepth;
     for (Index k = 0; k < rows.size; k += kAmxDepth, target += kAmxTile) {
-      const __m512i x = amx_load(data + rows.at(r), k, rows.size);
+      const __m512i x = load_bfloat16(data + rows.at(r), k, rows.size);
       magnitude.see(x);
       _mm512_storeu_si512(target, x);
     }
@@ -95,41 +65,21 @@ HWY_NOINLINE float amx_pack_left(const Rows& rows, BFloat16* dst) {
   return magnitude.value();
 }
 
-// 16 x 16 pairs, transposed.
-HWY_INLINE void amx_transpose(__m512i (&row)[16]) {
-  __m512i t[16];
-  HEADRACE_UNROLL
-  for (int i = 0; i < 16; i += 4) {  // blocks of four rows and four pairs
-    const __m512i a = _mm512_unpacklo_epi32(row[i], row[i + 1]), b = _mm512_unpackhi_epi32(row[i], row[i + 1]);
-    const __m512i c = _mm512_unpacklo_epi32(row[i + 2], row[i + 3]), d = _mm512_unpackhi_epi32(row[i + 2], row[i + 3]);
-    t[i] = _mm512_unpacklo_epi64(a, c), t[i + 1] = _mm512_unpackhi_epi64(a, c);
-    t[i + 2] = _mm512_unpacklo_epi64(b, d), t[i + 3] = _mm512_unpackhi_epi64(b, d);
-  }
-  HEADRACE_UNROLL
-  for (int i = 0; i < 4; ++i) {  // then the blocks: t[i], t[i + 4], ... hold pair i of each block of pairs
-    const __m512i a = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xDD);
-    const __m512i c = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88),
-                  d = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xDD);
-    row[i] = _mm512_shuffle_i32x4(a, c, 0x88), row[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
-    row[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), row[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
-  }
-}
-
 // Right operand of q . k: rows [begin, end) of the keys, begin a multiple of 16, in tiles (row / 16, k / 32); pair k /
 // 2 of the keys of a tile is its row k / 2 % 16. Missing keys are zeros.
 HWY_NOINLINE float amx_pack_keys(const Rows& rows, Index begin, Index end, BFloat16* dst) {
   const auto* data = static_cast<const BFloat16*>(rows.data);
   const Index depth_tiles = ceil_div(rows.size, kAmxDepth);
-  AmxMagnitude magnitude;
+  BFloat16Magnitude magnitude;
   for (Index first = begin; first < end; first += kAmxRows) {
     BFloat16* target = dst + first / kAmxRows * depth_tiles * kAmxTile;
     for (Index k = 0; k < rows.size; k += kAmxDepth, target += kAmxTile) {
       __m512i row[16];
       for (Index r = 0; r < kAmxRows; ++r) {
-        row[r] = first + r < end ? amx_load(data + rows.at(first + r), k, rows.size) : _mm512_setzero_si512();
+        row[r] = first + r < end ? load_bfloat16(data + rows.at(first + r), k, rows.size) : _mm512_setzero_si512();
         magnitude.see(row[r]);
       }
-      amx_transpose(row);
+      transpose_pairs(row);
       for (Index r = 0; r < kAmxRows; ++r) _mm512_storeu_si512(target + r * kAmxDepth, row[r]);
     }
   }
@@ -140,11 +90,11 @@ HWY_NOINLINE float amx_pack_keys(const Rows& rows, Index begin, Index end, BFloa
 // r and 2 r + 1. Missing rows are zeros.
 struct AmxRightRows : HiddenRows<float> {
   BFloat16* tiles = nullptr;
-  float magnitude = 0;
 
   AmxRightRows() = default;
-  AmxRightRows(const Rows& rows, float* memory, Index /*none*/)
-      : HiddenRows<float>{rows}, tiles(reinterpret_cast<BFloat16*>(memory)) {}
+
+  AmxRightRows(const Rows& rows, float* memory, BadRows* bad_rows)
+      : HiddenRows<float>{rows, bad_rows}, tiles(reinterpret_cast<BFloat16*>(memory)) {}
 
   [[nodiscard]] Index column_tiles() const { return ceil_div(source.size, kAmxRows); }
   // Element (r, c) of the packed rows.
@@ -153,11 +103,11 @@ struct AmxRightRows : HiddenRows<float> {
                  c % kAmxRows * 2 + r % 2];
   }
 
-  // begin is a multiple of 16.
-  HWY_NOINLINE void pack(Index begin, Index end) {
+  // Rows [begin, end); begin is a multiple of 16. Returns their largest magnitude; NaN is passed over.
+  HWY_NOINLINE float pack(Index begin, Index end) {
     const auto* data = static_cast<const BFloat16*>(source.data);
     const Index padded = end == source.count ? round_up(end, kAmxDepth) : end;
-    AmxMagnitude seen;
+    BFloat16Magnitude seen;
     for (Index r = begin; r < padded; r += 2) {
       for (Index c = 0; c < source.size; c += kAmxRows) {
         const Index left = source.size - c;
@@ -171,7 +121,7 @@ struct AmxRightRows : HiddenRows<float> {
         _mm512_storeu_si512(&at(r, c), pairs);
       }
     }
-    magnitude = std::max(magnitude, seen.value());
+    return seen.value();
   }
 
   void scale(float factor) {
@@ -182,22 +132,10 @@ struct AmxRightRows : HiddenRows<float> {
     }
   }
 
-  // Takes out the rows that are not finite. Needed for tiles with hidden elements only.
   void isolate_bad() {
-    if (isolated) return;
-    isolated = true;
-    const auto* data = static_cast<const BFloat16*>(source.data);
-    for (Index r = 0; r < source.count; ++r) {
-      __mmask32 infinite = 0;
-      for (Index c = 0; c < source.size; c += kAmxDepth) {
-        const __m512i exponent = _mm512_set1_epi16(0x7F80);
-        const __m512i bits = _mm512_and_si512(amx_load(data + source.at(r), c, source.size), exponent);
-        infinite |= _mm512_cmpeq_epi16_mask(bits, exponent);
-      }
-      if (infinite == 0) continue;
-      add(r);
+    isolate_bad_bfloat16(*this, [this](Index r) {
       for (Index c = 0; c < source.size; ++c) at(r, c) = BFloat16();
-    }
+    });
   }
 };
 
@@ -224,8 +162,7 @@ HWY_NOINLINE void amx_score_product_wide(const GroupColumns* groups, Index group
 // scores[r][c] = left row r . right row c for the columns that each group of 16 rows, at most 3, needs. One right tile
 // is loaded for all groups: 4 loads for 3 products, which take longer.
 HWY_NOINLINE void amx_score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth,
-                                    const BFloat16* left, const BFloat16* right, float* scores,
-                                    Prefetcher& prefetcher) {
+                                    const BFloat16* left, const BFloat16* right, float* scores) {
   const Index depth_tiles = ceil_div(depth, kAmxDepth);
   const Index group = depth_tiles * kAmxTile;
   constexpr int stride = kAmxDepth * sizeof(BFloat16), score_stride = tile_stride * sizeof(float);
@@ -233,7 +170,6 @@ HWY_NOINLINE void amx_score_product(const GroupColumns* groups, Index group_coun
     const auto needed = [&](Index g) { return g < group_count && c < groups[g].end && c + kAmxRows > groups[g].begin; };
     const bool needed0 = needed(0), needed1 = needed(1), needed2 = needed(2);
     if (!needed0 && !needed1 && !needed2) continue;
-    prefetcher.step();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -261,23 +197,11 @@ HWY_NOINLINE void amx_score_product(const GroupColumns* groups, Index group_coun
   }
 }
 
-// A row of weights s[begin, end), rounded to bfloat16; zeros to the next multiple of 32. begin is one.
-HWY_INLINE void amx_round_weights(const float* s, Index begin, Index end, BFloat16* weights) {
-  for (Index c = begin; c < end; c += kAmxDepth) {
-    const auto load = [&](Index first) HEADRACE_ATTR {
-      const Index left = std::clamp<Index>(end - first, 0, kAmxRows);
-      return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), s + first);
-    };
-    const __m512bh rounded = _mm512_cvtne2ps_pbh(load(c + kAmxRows), load(c));
-    __builtin_memcpy(static_cast<void*>(weights + c), &rounded, sizeof(rounded));
-  }
-}
-
 // target[row] += sum over columns c of weights[row][c] * v row c, for the columns that each group of 16 rows needs.
 HWY_NOINLINE void amx_add_product(const GroupColumns* groups, Index group_count, const BFloat16* weights,
-                                  const AmxRightRows& v, float* target, Index target_stride, Prefetcher& prefetcher) {
+                                  const AmxRightRows& v, float* target, Index target_stride) {
   const Index column_tiles = v.column_tiles();
-  constexpr int stride = kAmxDepth * sizeof(BFloat16), weight_stride = amx_weight_stride * sizeof(BFloat16);
+  constexpr int stride = kAmxDepth * sizeof(BFloat16), row_stride = weight_stride * sizeof(BFloat16);
   const Index out_stride = target_stride * static_cast<Index>(sizeof(float));
   Range needed{tile_k, 0};
   for (Index g = 0; g < group_count; ++g) {
@@ -286,7 +210,6 @@ HWY_NOINLINE void amx_add_product(const GroupColumns* groups, Index group_count,
               std::max(needed.end, ceil_div(groups[g].end, kAmxDepth))};
   }
   for (Index column = 0; column < column_tiles; ++column) {
-    prefetcher.step();
     float* out = target + column * kAmxRows;
     _tile_loadd(0, out, out_stride);
     if (group_count > 1) _tile_loadd(1, out + kAmxRows * target_stride, out_stride);
@@ -298,15 +221,15 @@ HWY_NOINLINE void amx_add_product(const GroupColumns* groups, Index group_count,
       const BFloat16* a = weights + k * kAmxDepth;
       _tile_loadd(6, v.tiles + (k * column_tiles + column) * kAmxTile, stride);
       if (sees(0)) {
-        _tile_loadd(3, a, weight_stride);
+        _tile_loadd(3, a, row_stride);
         _tile_dpbf16ps(0, 3, 6);
       }
       if (sees(1)) {
-        _tile_loadd(4, a + kAmxRows * amx_weight_stride, weight_stride);
+        _tile_loadd(4, a + kAmxRows * weight_stride, row_stride);
         _tile_dpbf16ps(1, 4, 6);
       }
       if (sees(2)) {
-        _tile_loadd(5, a + 2 * kAmxRows * amx_weight_stride, weight_stride);
+        _tile_loadd(5, a + 2 * kAmxRows * weight_stride, row_stride);
         _tile_dpbf16ps(2, 5, 6);
       }
     }

@@ -35,10 +35,25 @@ HWY_INLINE Index lanes() {
   return static_cast<Index>(hn::Lanes(Wide<C>()));
 }
 
-// How the left operand lies in memory.
+// What a product multiplies at a time, in each lane of a vector: one element of both operands, or two that lie side by
+// side along the sum (pairs-inl.h). C: the type of the sum.
+template <typename C>
+struct Unit {
+  using Sum = C;
+  static constexpr Index elements = 1;
+  static constexpr Index stride_of_tile = tile_stride;
+  static HWY_INLINE auto load(const C* p) { return hn::LoadU(Wide<C>(), p); }
+  static HWY_INLINE auto fill(const C* p) { return hn::Set(Wide<C>(), *p); }
+  template <class V>
+  static HWY_INLINE V multiply_add(V left, V right, V sum) {
+    return hn::MulAdd(left, right, sum);
+  }
+};
+
+// How the left operand lies in memory, counted in units.
 enum class Left {
-  packed,  // element (row, k) at k * stride + row: groups of rows from pack_transposed, or a transposed tile
-  tile     // element (row, k) at row * tile_stride + k: rows of a score tile
+  packed,  // unit (row, k) at k * stride + row: groups of rows from pack_transposed, or a transposed tile
+  tile     // unit (row, k) at row * stride_of_tile + k: rows of a tile
 };
 
 // What becomes of the sum over k. Sums are added when they are complete and never go on from c: over
@@ -48,12 +63,13 @@ enum class Into {
   add     // c = c + sum
 };
 
-// c[row][n] = sum over k < depth of a(row, k) * b[k * b_step + n], or as kInto says, for kRows rows and kVecs
+// c[row][n] = sum over units k < depth of a(row, k) * b[k * b_step + n], or as kInto says, for kRows rows and kVecs
 // vectors. The order of the sum depends on k alone, whatever the block an element falls in: so the bits of
 // a row do not depend on its neighbours.
-template <Left kLeft, Into kInto, int kRows, int kVecs, typename C>
-HWY_NOINLINE void gemm_block(Index depth, const C* HWY_RESTRICT a, Index a_stride, const C* HWY_RESTRICT b,
+template <Left kLeft, Into kInto, int kRows, int kVecs, typename T, typename C = typename Unit<T>::Sum>
+HWY_NOINLINE void gemm_block(Index depth, const T* HWY_RESTRICT a, Index a_stride, const T* HWY_RESTRICT b,
                              Index b_step, C* HWY_RESTRICT c, Index c_stride) {
+  using U = Unit<T>;
   const Wide<C> d;
   const Index n = lanes<C>();
   hn::Vec<Wide<C>> acc[kRows][kVecs];
@@ -63,14 +79,14 @@ HWY_NOINLINE void gemm_block(Index depth, const C* HWY_RESTRICT a, Index a_strid
     for (int v = 0; v < kVecs; ++v) acc[r][v] = hn::Zero(d);
   }
   for (Index k = 0; k < depth; ++k) {
-    hn::Vec<Wide<C>> right[kVecs];
+    decltype(U::load(b)) right[kVecs];
     HEADRACE_UNROLL
-    for (int v = 0; v < kVecs; ++v) right[v] = hn::LoadU(d, b + v * n);
+    for (int v = 0; v < kVecs; ++v) right[v] = U::load(b + v * n);
     HEADRACE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const auto left = hn::Set(d, kLeft == Left::packed ? a[r] : a[r * tile_stride]);
+      const auto left = U::fill(kLeft == Left::packed ? a + r : a + r * U::stride_of_tile);
       HEADRACE_UNROLL
-      for (int v = 0; v < kVecs; ++v) acc[r][v] = hn::MulAdd(left, right[v], acc[r][v]);
+      for (int v = 0; v < kVecs; ++v) acc[r][v] = U::multiply_add(left, right[v], acc[r][v]);
     }
     b += b_step;
     a += kLeft == Left::packed ? a_stride : 1;
@@ -86,10 +102,10 @@ HWY_NOINLINE void gemm_block(Index depth, const C* HWY_RESTRICT a, Index a_strid
 }
 
 // The same for at most kBlockRows rows and at most kBlockVecs vectors.
-template <Left kLeft, Into kInto, typename C>
-HWY_INLINE void gemm(Index rows, Index vecs, Index depth, const C* a, Index a_stride, const C* b, Index b_step, C* c,
+template <Left kLeft, Into kInto, typename T, typename C = typename Unit<T>::Sum>
+HWY_INLINE void gemm(Index rows, Index vecs, Index depth, const T* a, Index a_stride, const T* b, Index b_step, C* c,
                      Index c_stride) {
-  constexpr Index row_step = kLeft == Left::packed ? 1 : tile_stride;
+  constexpr Index row_step = kLeft == Left::packed ? 1 : Unit<T>::stride_of_tile;
   const auto block = [&]<int kRows>(std::integral_constant<int, kRows>) {
     if (vecs == kBlockVecs) {
       gemm_block<kLeft, kInto, kRows, kBlockVecs>(depth, a, a_stride, b, b_step, c, c_stride);

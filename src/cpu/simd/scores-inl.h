@@ -28,12 +28,27 @@ namespace hn = hwy::HWY_NAMESPACE;
 template <typename C>
 inline constexpr C kMinusInf = -std::numeric_limits<C>::infinity();
 
-// A scale that shrinks is folded into q before the product and one that grows is applied after it, so
-// that neither overflows where the score itself does not.
+// How a score comes about: q is multiplied by `before`, the product with k by `after`, and what then stands in the
+// tile is a score in units of `unit`: exponentials and lse multiply by that, which costs nothing. A scale that shrinks
+// does so before the product and one that grows after it, so that neither overflows where the score itself does not;
+// before is a power of two, so that q keeps its bits, and 1 <= unit < 2. Where more happens to scores than masks, they
+// are brought to units of 1.
 template <typename C>
 struct Scaling {
-  C before = 1, after = 1;
-  explicit Scaling(double scale) { (std::abs(scale) <= 1.0 ? before : after) = static_cast<C>(scale); }
+  C before = 1, after = 1, unit = 1;
+  explicit Scaling(const Problem& p) {
+    before = static_cast<C>(std::copysign(1.0, p.scale));
+    const double magnitude = std::abs(p.scale);
+    if (magnitude > 1.0) {
+      after = static_cast<C>(magnitude);
+      return;
+    }
+    int exponent = 0;
+    const C fraction = static_cast<C>(2 * std::frexp(magnitude, &exponent));
+    before *= static_cast<C>(magnitude == 0.0 ? 0.0 : std::ldexp(1.0, exponent - 1));
+    const bool masks_alone = p.softcap == 0.0 && !p.has_bias && !p.has_alibi;
+    (masks_alone ? unit : after) = magnitude == 0.0 ? C{1} : fraction;
+  }
 };
 
 // One query head of one sequence, with all that its scores depend on beside q and k.
@@ -47,7 +62,7 @@ struct ScoreRules {
   C slope = 0;
 
   ScoreRules(const Problem& p, const Buffers& bufs, Index sequence, Index head)
-      : problem(p), buffers(bufs), b(sequence), h(head), vis(visibility(p, bufs, sequence, head)), scaling(p.scale) {
+      : problem(p), buffers(bufs), b(sequence), h(head), vis(visibility(p, bufs, sequence, head)), scaling(p) {
     if (p.has_alibi) slope = static_cast<C>(bufs.alibi_slopes[b * p.alibi_batch_stride + h * p.alibi_head_stride]);
   }
 

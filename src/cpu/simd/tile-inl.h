@@ -88,23 +88,22 @@ HWY_NOINLINE void score_product_wide(const GroupColumns* groups, Index group_cou
   }
 }
 
-// scores[r][c] = left row r . right row c, for the columns that each group needs. left: pack_transposed
-// by kBlockRows; right: pack_transposed by the panel width. One panel stays in the L1 cache for all rows.
-// Products of more than 64 elements are summed in pieces: where all products have one sign, the error
-// of a single chain grows beyond what is promised of lse. wide: sums in double, see may_overflow.
-template <typename C>
-HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth, const C* left,
-                                const C* right, C* scores, bool wide, Prefetcher& prefetcher) {
-  if (wide) return score_product_wide(groups, group_count, depth, left, right, scores);
+// scores[r][c] = left row r . right row c, for the columns that each group needs; depth: units of a row. left:
+// pack_transposed by kBlockRows; right: pack_transposed by the panel width. One panel stays in the L1 cache for all
+// rows. Products of more than 64 units are summed in pieces: where all products have one sign, the error of a single
+// chain grows beyond what is promised of lse.
+template <typename T, typename C = typename Unit<T>::Sum>
+HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth, const T* left,
+                                const T* right, C* scores, Prefetcher* prefetcher = nullptr) {
   constexpr Index piece = 64;
   const Index width = panel_width<C>();
   for (Index c = 0; c < keys; c += width) {
     for (Index g = 0; g < group_count; ++g) {
       if (c + width <= groups[g].begin || c >= groups[g].end) continue;
-      const C* a = left + g * kBlockRows * depth;
-      const C* b = right + c * depth;
+      const T* a = left + g * kBlockRows * depth;
+      const T* b = right + c * depth;
       C* target = scores + g * kBlockRows * tile_stride + c;
-      prefetcher.step();
+      if (prefetcher != nullptr) prefetcher->step();
       gemm<Left::packed, Into::store>(groups[g].rows, kBlockVecs, std::min(piece, depth), a, kBlockRows, b, width,
                                       target, tile_stride);
       for (Index k = piece; k < depth; k += piece) {
@@ -121,11 +120,9 @@ HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, I
 template <typename C>
 struct HiddenRows {
   Rows source;
-  bool isolated = false;
-  Index bad_count = 0;
-  std::uint16_t bad[tile_k] = {};
+  BadRows* bad = nullptr;
 
-  void add(Index r) { bad[bad_count++] = static_cast<std::uint16_t>(r); }
+  void add(Index r) { bad->rows[bad->count++] = static_cast<std::uint16_t>(r); }
 
   // target[n] += weight * row r, from the caller's memory.
   void add_bad(Index r, C weight, C* target) const {
@@ -140,16 +137,12 @@ template <typename C>
 struct RightRows : HiddenRows<C> {
   using HiddenRows<C>::source;
   C* panels = nullptr;
-  C magnitude = 0;  // the largest one of the rows; NaN may be passed over
 
   RightRows() = default;
-  // All rows packed, or none yet.
-  RightRows(const Rows& rows, C* memory) : RightRows(rows, memory, 0) { pack(0, rows.count); }
-  RightRows(const Rows& rows, C* memory, Index /*none*/) : HiddenRows<C>{rows}, panels(memory) {}
+  RightRows(const Rows& rows, C* memory, BadRows* bad_rows) : HiddenRows<C>{rows, bad_rows}, panels(memory) {}
 
-  void pack(Index begin, Index end) {
-    magnitude = std::max(magnitude, pack_panels(source, begin, end, panel_width<C>(), panels));
-  }
+  // Rows [begin, end). Returns their largest magnitude; NaN may be passed over.
+  C pack(Index begin, Index end) { return pack_panels(source, begin, end, panel_width<C>(), panels); }
 
   // Row r from its vector `vec` on, a multiple of kBlockVecs. Rows are a panel's width apart.
   [[nodiscard]] const C* at(Index r, Index vec) const {
@@ -168,8 +161,8 @@ struct RightRows : HiddenRows<C> {
 
   // Takes out the rows that are not finite. Needed for tiles with hidden elements only.
   void isolate_bad() {
-    if (this->isolated) return;
-    this->isolated = true;
+    if (this->bad->isolated) return;
+    this->bad->isolated = true;
     const Index width = panel_width<C>();
     for (Index r = 0; r < source.count; ++r) {
       bool finite = true;
@@ -187,20 +180,21 @@ struct RightRows : HiddenRows<C> {
 
 // target[row] += sum over columns c of tile[row][c] * right row c, for the columns that each group of rows
 // needs. vecs: vectors of a row of the target.
-template <typename C>
-HWY_NOINLINE void add_tile_product(const GroupColumns* groups, Index group_count, const C* tile,
-                                   const RightRows<C>& right, C* target, Index target_stride, Index vecs,
-                                   Prefetcher& prefetcher) {
-  // A panel of this many rows (16 KiB) and the rows of the tile against it fit the L1 cache.
+template <class Right, typename T, typename C = typename Unit<T>::Sum>
+HWY_NOINLINE void add_tile_product(const GroupColumns* groups, Index group_count, const T* tile, const Right& right,
+                                   C* target, Index target_stride, Index vecs) {
+  constexpr Index elements = Unit<T>::elements;
+  // A panel of this many units (16 KiB) and the rows of the tile against it fit the L1 cache.
   constexpr Index depth_block = 128;
-  for (Index first = 0; first < right.source.count; first += depth_block) {
+  const Index units = ceil_div(right.source.count, elements);
+  for (Index first = 0; first < units; first += depth_block) {
     for (Index vec = 0; vec < vecs; vec += kBlockVecs) {
       for (Index g = 0; g < group_count; ++g) {
-        const Index begin = std::max(first, groups[g].begin), end = std::min(first + depth_block, groups[g].end);
+        const Index begin = std::max(first, groups[g].begin / elements);
+        const Index end = std::min(first + depth_block, ceil_div(groups[g].end, elements));
         if (begin >= end) continue;
-        prefetcher.step();
         gemm<Left::tile, Into::add>(groups[g].rows, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
-                                    tile + g * kBlockRows * tile_stride + begin, 0, right.at(begin, vec),
+                                    tile + g * kBlockRows * Unit<T>::stride_of_tile + begin, 0, right.at(begin, vec),
                                     panel_width<C>(), target + g * kBlockRows * target_stride + vec * lanes<C>(),
                                     target_stride);
       }

@@ -1,0 +1,129 @@
+// What the products of bfloat16 share, on vectors (pairs-inl.h) and on AMX tiles (amx-inl.h).
+#if defined(HEADRACE_CPU_SIMD_BFLOAT16_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef HEADRACE_CPU_SIMD_BFLOAT16_INL_H_
+#undef HEADRACE_CPU_SIMD_BFLOAT16_INL_H_
+#else
+#define HEADRACE_CPU_SIMD_BFLOAT16_INL_H_
+#endif
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/kernels.hpp"
+#include "cpu/simd/attributes-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/tile_config.hpp"
+#include "describe/element.hpp"
+#include "hwy/highway.h"
+
+#if HWY_TARGET == HWY_AVX3_DL  // avx512_bf16, see target.hpp
+
+HEADRACE_BEFORE_NAMESPACE();
+namespace headrace::cpu::HWY_NAMESPACE {
+
+inline constexpr Index kVectorOf16 = 32;  // elements of a vector
+
+// Distance of two rows of weights, in elements: one line more than the tile, for the sets of the L1 cache.
+inline constexpr Index weight_stride = tile_k + kVectorOf16;
+
+// 32 elements of a row from column `first` on; zeros behind its end.
+HWY_INLINE __m512i load_bfloat16(const BFloat16* row, Index first, Index size) {
+  const Index left = size - first;
+  const __mmask32 mask = left >= kVectorOf16 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+  return _mm512_maskz_loadu_epi16(mask, row + first);
+}
+
+// The largest magnitude among elements; NaN is passed over.
+class BFloat16Magnitude {
+ public:
+  BFloat16Magnitude() : largest_(_mm512_setzero_si512()) {}
+  HWY_INLINE void see(__m512i x) {
+    const __m512i infinity = _mm512_set1_epi16(0x7F80);
+    const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF));
+    largest_ =
+        _mm512_max_epu16(largest_, _mm512_maskz_mov_epi16(_mm512_cmple_epu16_mask(magnitude, infinity), magnitude));
+  }
+  [[nodiscard]] float value() const {
+    alignas(64) BFloat16 elements[kVectorOf16];
+    _mm512_store_si512(elements, largest_);
+    double largest = 0;
+    for (const BFloat16 x : elements) largest = std::max(largest, static_cast<double>(x));
+    return static_cast<float>(largest);
+  }
+
+ private:
+  __m512i largest_;
+};
+
+// 16 x 16 pairs, transposed.
+HWY_INLINE void transpose_pairs(__m512i (&row)[16]) {
+  __m512i t[16];
+  HEADRACE_UNROLL
+  for (int i = 0; i < 16; i += 4) {  // blocks of four rows and four pairs
+    const __m512i a = _mm512_unpacklo_epi32(row[i], row[i + 1]), b = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+    const __m512i c = _mm512_unpacklo_epi32(row[i + 2], row[i + 3]), d = _mm512_unpackhi_epi32(row[i + 2], row[i + 3]);
+    t[i] = _mm512_unpacklo_epi64(a, c), t[i + 1] = _mm512_unpackhi_epi64(a, c);
+    t[i + 2] = _mm512_unpacklo_epi64(b, d), t[i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+  HEADRACE_UNROLL
+  for (int i = 0; i < 4; ++i) {  // then the blocks: t[i], t[i + 4], ... hold pair i of each block of pairs
+    const __m512i a = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xDD);
+    const __m512i c = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88),
+                  d = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xDD);
+    row[i] = _mm512_shuffle_i32x4(a, c, 0x88), row[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
+    row[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), row[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
+  }
+}
+
+// A row of weights s[begin, end), rounded to bfloat16; zeros to the next multiple of 32. begin is one.
+HWY_INLINE void round_weights(const float* s, Index begin, Index end, BFloat16* weights) {
+  for (Index c = begin; c < end; c += kVectorOf16) {
+    const auto load = [&](Index first) HEADRACE_ATTR {
+      const Index left = std::clamp<Index>(end - first, 0, 16);
+      return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), s + first);
+    };
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(load(c + 16), load(c));
+    __builtin_memcpy(static_cast<void*>(weights + c), &rounded, sizeof(rounded));
+  }
+}
+
+// Two rows of weights, rounded to bfloat16, side by side: pairs[2 c] and pairs[2 c + 1] are those of column c < count,
+// and what follows to a multiple of 16. No second row: zeros.
+HWY_INLINE void round_row_pair(const float* first, const float* second, Index count, BFloat16* pairs) {
+  const __m512i column = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i halves =  // column c of the first row, then of the second one, 16 elements behind it
+      _mm512_or_si512(column, _mm512_slli_epi32(_mm512_add_epi32(column, _mm512_set1_epi32(16)), 16));
+  for (Index c = 0; c < count; c += 16) {
+    const __m512 b = second == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(second + c);
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(b, _mm512_loadu_ps(first + c));
+    __m512i bits;
+    __builtin_memcpy(&bits, &rounded, sizeof bits);
+    _mm512_storeu_si512(pairs + 2 * c, _mm512_permutexvar_epi16(halves, bits));
+  }
+}
+
+// Takes out the rows of right operand `rows` whose source is not finite: clear(r) makes zeros of row r.
+template <class Right, typename Clear>
+HWY_NOINLINE void isolate_bad_bfloat16(Right& rows, Clear clear) {
+  if (rows.bad->isolated) return;
+  rows.bad->isolated = true;
+  const auto* data = static_cast<const BFloat16*>(rows.source.data);
+  const __m512i exponent = _mm512_set1_epi16(0x7F80);
+  for (Index r = 0; r < rows.source.count; ++r) {
+    __mmask32 infinite = 0;
+    for (Index c = 0; c < rows.source.size; c += kVectorOf16) {
+      const __m512i bits = _mm512_and_si512(load_bfloat16(data + rows.source.at(r), c, rows.source.size), exponent);
+      infinite |= _mm512_cmpeq_epi16_mask(bits, exponent);
+    }
+    if (infinite == 0) continue;
+    rows.add(r);
+    clear(r);
+  }
+}
+
+}  // namespace headrace::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // HWY_TARGET
+
+#endif  // include guard
