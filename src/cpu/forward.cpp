@@ -23,6 +23,7 @@
 #include "cpu/simd/stream-inl.h"
 #include "cpu/simd/tile-inl.h"
 #include "cpu/tile_config.hpp"
+#include "describe/tensor_view.hpp"
 #include "headrace/streaming.hpp"
 #include "hwy/highway.h"
 
@@ -99,12 +100,19 @@ struct KeyTile {
     keys = {index * tile_k, std::min<Index>(seq.k_len, (index + 1) * tile_k)};
     facts = reinterpret_cast<PackedTile*>(memory + packed.tile);
     const auto rows = [&](const void* data, const RowStrides& strides, Index size) {
-      return Rows{.data = data,
+      Rows result{.data = data,
                   .dtype = p.dtype,
                   .offset = strides.at(p.ragged ? 0 : b, seq.k_begin + keys.begin, head_kv),
                   .stride = strides.row,
                   .count = keys.size(),
                   .size = size};
+      // A head's share of a later tile of all heads, which is contiguous.
+      const Index later = keys.begin + plan.ahead_tiles * tile_k;
+      if (plan.ahead_tiles > 0 && later + tile_k <= seq.k_len) {
+        const Index offset = strides.at(p.ragged ? 0 : b, seq.k_begin + later, 0) + head_kv * tile_k * size;
+        result.ahead = static_cast<const std::byte*>(data) + offset * static_cast<Index>(dtype_size(p.dtype));
+      }
+      return result;
     };
     k = rows(buffers.k, p.k, p.head_dim);
     kt = reinterpret_cast<C*>(memory);

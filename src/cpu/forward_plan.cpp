@@ -88,7 +88,13 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   if (!p.batch_invariant && all_tiles > 0 && (!packs || all_tiles < split_below_tiles)) {
     const Index longest = ceil_div(p.seqlen_k, tile_k);
     const Index wanted = packs ? ceil_div(split_below_tiles, all_tiles) : most_stream_splits;
-    plan.splits = std::max<Index>(1, std::min(wanted, longest / min_split_tiles));
+    plan.splits = std::max<Index>(1, std::min(wanted, longest / (packs ? min_split_tiles : stream_split_tiles)));
+    // While a part of the keys is read head by head, all heads together read the next one from end to end.
+    const auto interleaved = [&](const RowStrides& strides, Index size) {
+      return strides.head == size && strides.row == p.heads_kv * size;
+    };
+    if (!packs && p.heads_kv > 1 && interleaved(p.k, p.head_dim) && interleaved(p.v, p.value_dim))
+      plan.ahead_tiles = ceil_div(longest, plan.splits);
   }
   const std::size_t element = wide ? sizeof(double) : sizeof(float);
   const auto bytes = [&](Index elements) { return static_cast<std::size_t>(elements) * element; };

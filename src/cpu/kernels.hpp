@@ -82,6 +82,7 @@ struct ForwardPlan {
   Index tiles_per_task = 1;
   Index tile_rows = 0;  // that scratch memory has for a query tile
   Index splits = 1;
+  Index ahead_tiles = 0;           // how far ahead streaming asks for the tiles of all heads; 0: not
   std::vector<ForwardTask> tasks;  // tasks of the splits of one group of query tiles stand together
   std::vector<PackTask> pack_tasks;
   std::vector<PackedSequence> packed;  // [batch]

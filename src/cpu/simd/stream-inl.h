@@ -21,13 +21,16 @@
 HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
-// Asks for the rows that come stream_ahead rows later: rows of one head lie apart, where no hardware prefetcher
-// follows.
+// Asks for the row that comes stream_ahead rows later, since no hardware prefetcher follows rows that lie apart; and
+// for a row's worth of what is to be in the caches long after.
 template <typename T>
 HWY_INLINE void prefetch_row(const Rows& rows, const T* data, Index r) {
   constexpr Index line = 64 / sizeof(T);
   const T* const row = data + rows.at(std::min(r + stream_ahead, rows.count - 1));
   for (Index c = 0; c < rows.size; c += line) __builtin_prefetch(row + c, 0, 3);
+  if (rows.ahead == nullptr) return;
+  const T* const ahead = static_cast<const T*>(rows.ahead) + r * rows.size;
+  for (Index c = 0; c < rows.size; c += line) __builtin_prefetch(ahead + c, 0, 2);
 }
 
 // The sums of the lanes of four vectors each.
