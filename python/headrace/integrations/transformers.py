@@ -4,7 +4,7 @@
     headrace.integrations.transformers.register()
     model = AutoModel.from_pretrained(..., attn_implementation="headrace")
 
-Training and generation, with every cache of transformers. Queries share keys and values as they are (GQA), results
+Training, and generation with the caches of transformers. Queries share keys and values as they are (GQA), results
 need no transposition, and masks that are causal, windows, padding or packed sequences never become a matrix.
 """
 
