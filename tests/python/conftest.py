@@ -16,7 +16,8 @@ def pytest_report_header():
 
 @pytest.fixture
 def rng(request):
-    return np.random.default_rng([SEED, *request.node.nodeid.encode()])
+    name = f"{request.module.__name__}.{request.node.name}"  # not the path, which depends on the current folder
+    return np.random.default_rng([SEED, *name.encode()])
 
 
 @pytest.hookimpl(wrapper=True)

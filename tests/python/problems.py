@@ -72,6 +72,12 @@ class Problem:
             return [max(np.diff(cu).max(initial=0), 0) for cu in self.cu_seqlens]
         return self.q.shape[1], self.k.shape[1]
 
+    def tolerance(self):
+        """Of out: that of the type, and what rounding a score makes of a probability, where distances make scores large."""
+        slopes = self.options.get("alibi_slopes")
+        largest = 0.0 if slopes is None or not slopes.numel() else float(slopes.abs().max()) * max(self.longest())
+        return DTYPES[self.q.dtype] + largest * (2**-53 if self.q.dtype == torch.float64 else 2**-24)
+
     def gradient_floor(self, gradient):
         """How large the terms are that cancel in an element of a gradient: sums over dout and v, and over all scores
         that share the element."""

@@ -12,14 +12,14 @@ import torch
 import headrace as hr
 from conftest import SCALE
 from headrace._call import use_backend
-from problems import DTYPES, assert_close, draw
+from problems import assert_close, draw
 
 
 @pytest.mark.parametrize("part", range(10))
 def test_random_calls_match_float64_autograd(rng, part):
     for _ in range(round(200 * SCALE)):
         problem = draw(rng)
-        tolerance = DTYPES[problem.q.dtype]
+        tolerance = problem.tolerance()
         try:
             out, lse = problem.call(return_lse=True)
             want_out, want_lse, leaves = problem.oracle()
@@ -48,8 +48,8 @@ def test_reference_backend_agrees(rng):
         out, lse = problem.call(return_lse=True)
         with use_backend("reference"):
             want_out, want_lse = problem.call(return_lse=True)
-        assert_close("out", out, want_out, DTYPES[problem.q.dtype])
-        assert_close("lse", lse, want_lse, DTYPES[problem.q.dtype])
+        assert_close("out", out, want_out, problem.tolerance())
+        assert_close("lse", lse, want_lse, problem.tolerance())
 
 
 def arrays(rng, *shape, dtype=np.float32, n=3):

@@ -18,7 +18,7 @@ import jax.numpy as jnp  # noqa: E402
 import headrace as hr  # noqa: E402
 import headrace.jax as hj  # noqa: E402
 from conftest import SCALE  # noqa: E402
-from problems import DTYPES, assert_close, draw  # noqa: E402
+from problems import assert_close, draw  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def normal(rng, *shape, n=3):
 def test_random_calls_match_float64_autograd(rng):
     for _ in range(round(60 * SCALE)):
         problem = draw(rng)
-        tolerance = DTYPES[problem.q.dtype]
+        tolerance = problem.tolerance()
         options = {name: to_jax(x) for name, x in problem.options.items()}
         lengths = [jnp.asarray(x) for x in problem.cu_seqlens or ()]
         inputs = {name: to_jax(getattr(problem, name).contiguous()) for name in "qkv"}
