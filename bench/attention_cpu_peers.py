@@ -94,6 +94,7 @@ def main():
     parser.add_argument("--lengths", default="512,2048,8192")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--budget", type=float, default=2.0, help="seconds after which no new turn of a cell begins")
+    parser.add_argument("--append", action="store_true", help="add to what the file holds")
     flags = parser.parse_args()
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))
     torch.set_num_threads(threads)
@@ -103,7 +104,10 @@ def main():
     model = next((line.split(":", 1)[1].strip() for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), "unknown")
     result = {"commit": commit.stdout.strip(), "cpu": model, "threads": threads, "torch": torch.__version__,
-              "load_before": os.getloadavg()[0], "cells": []}
+              "cells": []}
+    output = pathlib.Path(flags.output)
+    if flags.append and output.exists():
+        result = json.loads(output.read_text())
     for pass_ in flags.passes.split(","):
         for dtype in flags.dtypes.split(","):
             for dim in flags.dims.split(","):
@@ -111,7 +115,7 @@ def main():
                     for seqlen in flags.lengths.split(","):
                         result["cells"].append(measure(flags, pass_ == "backward", getattr(torch, dtype), int(dim),
                                                        causal, int(seqlen)))
-    pathlib.Path(flags.output).write_text(json.dumps(result, indent=1) + "\n")
+    output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
