@@ -26,9 +26,22 @@ endfunction()
 # Everything that device code may include. A file of src/cuda/kernels that is not listed here cannot be used.
 set(kernel_files
   exact_rows.cuh
+  element.cuh
   forward_pipeline.cuh
   forward_scores.cuh
   forward_tiles.cuh
+  hopper_backward.cuh
+  hopper_backward_keys.cuh
+  hopper_backward_queries.cuh
+  hopper_backward_params.hpp
+  backward_statistics.cuh
+  backward_convert.cuh
+  backward_gradient.cuh
+  backward_scores.cuh
+  backward_steps.cuh
+  backward_store.cuh
+  backward_sinks.cuh
+  options.cuh
   hopper_forward.cuh
   hopper_forward_params.hpp
   hopper_split_forward.cuh
@@ -37,8 +50,10 @@ set(kernel_files
   pack_rows_params.hpp
   ptx/math.cuh
   ptx/mbarrier.cuh
+  ptx/mma.cuh
   ptx/sync.cuh
   ptx/tma.cuh
+  ptx/turns.cuh
   ptx/wgmma.cuh
   ptx/wgmma_shapes.cuh
   split_rows.cuh)
@@ -59,6 +74,7 @@ set(cuda_compile_sources
   src/cuda/driver/kernel_source.cpp
   src/cuda/driver/nvrtc.cpp
   src/cuda/driver/precompiled.cpp
+  src/cuda/launch/backward_source.cpp
   src/cuda/launch/forward_constants.cpp
   src/cuda/launch/hopper_forward_source.cpp
   src/cuda/launch/hopper_split_forward_source.cpp

@@ -26,29 +26,34 @@ def wrapped(items, indent):
     return lines + [line.rstrip()]
 
 
-def method(n, left_in_registers):
+def product(n, left_in_registers, overwrites):
+    """The statement that issues the product. Where it overwrites d the compiler learns that d's old value is not read,
+    and may use its registers for something else until then."""
     registers = n // 2
     first = registers
     a = "{" + ", ".join(f"%{first + i}" for i in range(4)) + "}" if left_in_registers else f"%{first}"
     b = first + (4 if left_in_registers else 1)
-    scale_d, trans_b = b + 1, b + 2
-    name, left = ("rs", "unsigned a0, unsigned a1, unsigned a2, unsigned a3") if left_in_registers else ("ss", "unsigned long long a")
-    trans_a = "" if left_in_registers else "0, "
+    scale_d, trans_b, trans_a = b + 1, b + 2, b + 3
     inputs = [f'"r"(a{i})' for i in range(4)] if left_in_registers else ['"l"(a)']
-    inputs += ['"l"(b)', '"n"(kScaleD)', '"n"(kTransB)']
-    accumulators = ", ".join(f"%{i}" for i in range(registers))
-    text = [f"  template <int kScaleD, int kTransB>",
-            f"  __device__ static void {name}(float (&d)[{registers}], {left},",
+    inputs += ['"l"(b)', f'"n"({0 if overwrites else 1})', '"n"(kTransB)'] + ([] if left_in_registers else ['"n"(kTransA)'])
+    text = ["      asm volatile(",
+            f'          "{{.reg .pred p; setp.ne.b32 p, %{scale_d}, 0;\\n"',
+            f'          "wgmma.mma_async.sync.aligned.m64n{n}k16.f32." HEADRACE_MMA_TYPE "." HEADRACE_MMA_TYPE " {{"']
+    text += [f'          "{line.strip()} "' for line in wrapped([f"%{i}" for i in range(registers)], "")]
+    text += [f'          "}}, {a}, %{b}, p, 1, 1, {"" if left_in_registers else f"%{trans_a}, "}%{trans_b};}}\\n"']
+    constraint = "=f" if overwrites else "+f"
+    outputs = wrapped([f'"{constraint}"(d[{i}])' for i in range(registers)], "            ")
+    text += ["          : " + outputs[0].strip()] + outputs[1:]
+    return text + ["          : " + ", ".join(inputs) + ");"]
+
+
+def method(n, left_in_registers):
+    name, left = ("rs", "unsigned a0, unsigned a1, unsigned a2, unsigned a3") if left_in_registers else ("ss", "unsigned long long a")
+    return [f"  template <int kScaleD, int kTransB{'' if left_in_registers else ', int kTransA = 0'}>",
+            f"  __device__ static void {name}(float (&d)[{n // 2}], {left},",
             "                           unsigned long long b) {",
-            "    asm volatile(",
-            f'        "{{.reg .pred p; setp.ne.b32 p, %{scale_d}, 0;\\n"',
-            f'        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32." HEADRACE_MMA_TYPE "." HEADRACE_MMA_TYPE " {{"']
-    text += [f'        "{line.strip()} "' for line in wrapped([f"%{i}" for i in range(registers)], "")]
-    text += [f'        "}}, {a}, %{b}, p, 1, 1, {trans_a}%{trans_b};}}\\n"']
-    outputs = wrapped([f'"+f"(d[{i}])' for i in range(registers)], "          ")
-    text += ["        : " + outputs[0].strip()] + outputs[1:]
-    text += ["        : " + ", ".join(inputs) + ");", "  }"]
-    return text
+            "    if constexpr (kScaleD == 0) {", *product(n, left_in_registers, True),
+            "    } else {", *product(n, left_in_registers, False), "    }", "  }"]
 
 
 def main():

@@ -249,6 +249,7 @@ class Validator {
     same_dtype_as_q("dout", a_.dout);
     like_output("dout", a_.dout);
     p_.dout = rows(a_.dout);
+    p_.dout_aligned = is_aligned(a_.dout);
     p_.has_dlse = is_present(a_.dlse);
     if (p_.has_dlse) {
       p_.dlse_dtype = statistics("dlse", a_.dlse);

@@ -227,7 +227,10 @@ TEST_F(BackwardCases, NotANumberInAQueryShows) {
       if (i == 2) {
         EXPECT_TRUE(std::all_of(row.begin(), row.end(), [](double x) { return std::isnan(x); })) << s.describe();
       } else {
-        EXPECT_TRUE(row == dq_of(call, clean).row(0, i, 0)) << "row " << i << ": " << s.describe();
+        // In float32 the forward pass computes the rows of such a tile in another way: out may differ in its last bit.
+        const std::vector<double> expected = dq_of(call, clean).row(0, i, 0);
+        EXPECT_LE(relative_difference(row, expected), dtype == DType::float32 ? 1e-5 : 0.0)
+            << "row " << i << ": " << s.describe();
       }
     }
     for (const std::vector<double>* values : {&results.dk, &results.dv})

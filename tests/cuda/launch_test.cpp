@@ -71,8 +71,16 @@ void check_rules(const std::vector<Rule>& rules) {
 TEST(Launch, WhatIsNotSupportedIsNamed) {
   static std::int32_t cu_seqlens_q[] = {0, 20, 40}, cu_seqlens_k[] = {0, 20, 50}, used[] = {40, 39}, used_k[] = {3, 50};
   check_rules({
-      {HR_ERROR_UNSUPPORTED, "pass: is backward; on CUDA there is only the forward pass so far",
-       [](hr_attention& a) { a.dout = a.dq = a.q, a.dk = a.dv = a.k; }, HR_BACKWARD},
+      {HR_ERROR_UNSUPPORTED,
+       "k: batch 1 x heads 128 x seqlen_k 536870912 has too many tiles for the backward pass on CUDA; the number of "
+       "tiles "
+       "of 64 must be below 2^30",
+       [](hr_attention& a) {
+         a.q = a.out = a.dout = a.dq = tensor(HR_BFLOAT16, {1, 40, 128, 64});
+         a.k = a.v = a.dk = a.dv = tensor(HR_BFLOAT16, {1, two_to_30 / 2, 128, 64});
+         a.lse = tensor(HR_FLOAT32, {1, 128, 40});
+       },
+       HR_BACKWARD},
       {HR_ERROR_UNSUPPORTED, "q: dtype is float64; on CUDA it must be float32, float16 or bfloat16",
        [](hr_attention& a) { a.q.dtype = a.k.dtype = a.v.dtype = a.out.dtype = HR_FLOAT64; }},
       {HR_ERROR_UNSUPPORTED, "q: head_dim is 264; on CUDA it must be at most 256",

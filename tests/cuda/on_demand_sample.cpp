@@ -26,13 +26,19 @@ KernelSource with(KernelSource source, const std::string& name, long long value)
 
 constexpr const char* options[] = {"SOFTCAP", "ALIBI", "BIAS", "MASK", "BLOCK_MASK", "SINKS", "DROPOUT"};
 
-KernelSource standard_kernel(const std::string& entry) {
+KernelSource standard_kernel(const std::string& entry, int head_dim = 128) {
   const std::vector<KernelSource> set = standard_set();
   const auto kernel = std::find_if(set.begin(), set.end(), [&](const KernelSource& source) {
-    return source.entry == entry && constant_of(source, "HEAD_DIM") == 128;
+    return source.entry == entry && constant_of(source, "HEAD_DIM") == head_dim;
   });
-  if (kernel == set.end()) throw std::logic_error("the standard set has no " + entry + " with HEAD_DIM 128");
+  if (kernel == set.end())
+    throw std::logic_error("the standard set has no " + entry + " with HEAD_DIM " + std::to_string(head_dim));
   return *kernel;
+}
+
+KernelSource with_all_options(KernelSource source) {
+  for (const char* option : options) source = with(source, option, option == std::string("BIAS") ? 2 : 1);
+  return source;
 }
 
 // Each option alone.
@@ -44,10 +50,14 @@ void add_hopper_forward(std::vector<KernelSource>& sample) {
 }
 
 // All options at once.
-void add_hopper_split_forward(std::vector<KernelSource>& sample) {
-  KernelSource all = with(standard_kernel("hopper_split_forward"), "PAIRED", 1);
-  for (const char* option : options) all = with(all, option, option == std::string("BIAS") ? 2 : 1);
-  sample.push_back(all);
+void add_others(std::vector<KernelSource>& sample) {
+  sample.push_back(with_all_options(with(standard_kernel("hopper_split_forward"), "PAIRED", 1)));
+  sample.push_back(with_all_options(with(standard_kernel("hopper_backward"), "DETERMINISTIC", 1)));
+  for (const char* entry : {"hopper_backward_keys", "hopper_backward_queries"})
+    sample.push_back(with_all_options(standard_kernel(entry, 256)));
+  // The gradient of a bias of float32 in a bfloat16 problem.
+  const KernelSource gradient = standard_kernel("backward_gradient", 0);
+  sample.push_back(with_all_options(with(with(with(gradient, "TARGET", 3), "FLOAT32", 0), "COLUMNS", 64)));
 }
 
 }  // namespace
@@ -60,7 +70,7 @@ std::vector<KernelSource> on_demand_sample() {
       {"arithmetic", "test/arithmetic.cuh", {{"FLOAT16", 1}}},
   };
   add_hopper_forward(sample);
-  add_hopper_split_forward(sample);
+  add_others(sample);
   return sample;
 }
 

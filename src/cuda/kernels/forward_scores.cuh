@@ -3,51 +3,13 @@
 // A thread has two rows, r = 0 and 1, 8 apart. Of every 8 columns it has two neighbours: element 4 g + 2 r + c is
 // column 8 g + 2 (lane % 4) + c.
 //
-// Constants of the compilation: FLOAT16 (the type of a bias of the type of q), KEYS, SOFTCAP, ALIBI, BIAS, MASK,
-// BLOCK_MASK, as in hopper_forward.cuh.
+// Constants of the compilation: KEYS, SOFTCAP, ALIBI, BIAS, MASK, BLOCK_MASK, as in hopper_forward.cuh.
 #pragma once
 
-#include "describe/dropout.hpp"
 #include "forward_tiles.cuh"
-#include "ptx/math.cuh"
+#include "options.cuh"
 
 namespace headrace::cuda {
-
-using Element = unsigned short;  // bfloat16 or float16
-
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-__device__ inline float minus_infinity() { return __int_as_float(static_cast<int>(0xFF800000u)); }
-// An infinity that a finite input brought about might end as a p of 0, and pass for a result.
-__device__ inline float nan_if_infinite(float x) { return fmaf(x, 0.0f, x); }
-
-__device__ inline float to_float(Element bits) {
-  float x;
-#if FLOAT16
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-#else
-  x = __uint_as_float(static_cast<unsigned>(bits) << 16);
-#endif
-  return x;
-}
-
-// To a relative 2^-22.
-__device__ inline float tanh_of(float x) {
-  const float square = x * x;
-  float ratio = fmaf(square, kTanhRatio[4], kTanhRatio[3]);
-  ratio = fmaf(square, ratio, kTanhRatio[2]);
-  ratio = fmaf(square, ratio, kTanhRatio[1]);
-  ratio = fmaf(square, ratio, kTanhRatio[0]);
-  const float far = fmaf(-2.0f, ptx::reciprocal(ptx::exp2(2.0f * kLog2E * fabsf(x)) + 1.0f), 1.0f);
-  return square < 0.25f ? x * ratio : copysignf(far, x);
-}
-
-// log2 of a positive normal number, to an absolute 2^-22 before its rounding: the instruction is as exact only near 1.
-__device__ inline float log2_of(float x) {
-  const int exponent = (__float_as_int(x) >> 23) - 127;
-  const float mantissa = __int_as_float(__float_as_int(x) - (exponent << 23));
-  return x - x == 0.0f ? static_cast<float>(exponent) + ptx::log2(mantissa) : x;
-}
 
 // A thread's rows of a tile.
 struct ThreadRows {
@@ -55,36 +17,6 @@ struct ThreadRows {
   int row[2];
   float slope;  // of ALiBi
 };
-
-__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) & 31; }
-
-// Of ALiBi: how far a key lies behind a query.
-__device__ inline int distance(const Params& p, int i, int j) { return i + p.seqlen_k - p.seqlen_q - j; }
-
-// The bias of query i and key j, both inside the sequence.
-__device__ inline float bias_of(const Params& p, const Tile& tile, int i, int j) {
-  const long long at =
-      tile.b * p.bias_strides.batch + tile.h * p.bias_strides.head + i * p.bias_strides.row + j * p.bias_strides.key;
-  return BIAS == 2 ? static_cast<const float*>(p.bias)[at] : to_float(static_cast<const Element*>(p.bias)[at]);
-}
-
-// Whether block mask and mask show key j to query i.
-__device__ inline bool visible_by_data(const Params& p, const Tile& tile, int i, int j) {
-  if (i >= p.seqlen_q || j >= p.seqlen_k) return false;
-  if constexpr (BLOCK_MASK) {
-    const unsigned char* bits = p.block_mask + tile.b * p.block_strides.batch + tile.h * p.block_strides.head;
-    if (bits[p.block_q.quotient(i) * p.block_strides.row + p.block_k.quotient(j) * p.block_strides.key] == 0)
-      return false;
-  }
-  if constexpr (MASK) {
-    return p.mask[tile.b * p.mask_strides.batch + tile.h * p.mask_strides.head + i * p.mask_strides.row +
-                  j * p.mask_strides.key] != 0;
-  }
-  return true;
-}
-
-// What brings a product q . k to a score, or to the argument of a cap.
-__device__ inline float scale_of(const Params& p) { return SOFTCAP ? p.scale_over_softcap : p.scale; }
 
 // Brings products to scores, in natural units. factor: scale_of() times what the products are in units of.
 __device__ inline void finish_scores(const Params& p, const ThreadRows& rows, int block, float (&s)[kKeys / 2],

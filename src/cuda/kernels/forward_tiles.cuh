@@ -3,13 +3,9 @@
 // Constants of the compilation: WARPGROUPS, KEYS, PAIRED, BLOCK_MASK, as in hopper_forward.cuh.
 #pragma once
 
-#define HEADRACE_INDEX int
-#include "hopper_forward_params.hpp"
-#include "tiling/tiling.hpp"
+#include "options.cuh"
 
 namespace headrace::cuda {
-
-using Params = HopperForwardParams;
 
 constexpr int kRowsOfWarpgroup = 64, kRowsOfWarp = 16;
 constexpr int kRows = WARPGROUPS * kRowsOfWarpgroup;  // queries of a tile
@@ -17,8 +13,8 @@ constexpr int kKeys = KEYS;                           // keys of a block
 
 // A tile of queries: rows [m * kRows, ...) of query head h of sequence b; number n among the tiles of this block of
 // threads.
-struct Tile {
-  int m, h, b, n;
+struct Tile : Head {
+  int m, n;
 };
 
 // The tiles of this block of threads. They are dealt out in the order of the heads, whose keys so stay in the L2 cache.
@@ -46,21 +42,12 @@ struct TileWalk {
     }
     second = PAIRED && !second;
     if (first >= p.all_pieces) {
-      tile = {0, 0, 0, n};
+      tile = {{0, 0}, 0, n};
       return Find::end;
     }
     return middle || piece >= p.all_pieces ? Find::nothing : Find::tile;
   }
 };
-
-__device__ inline Visibility visibility(const Params& p, const Tile& tile) {
-  Visibility vis{{p.band_lo, p.band_hi}, p.seqlen_q, p.seqlen_k, {}};
-  if constexpr (BLOCK_MASK) {
-    vis.blocks = {p.block_mask + tile.b * p.block_strides.batch + tile.h * p.block_strides.head, p.block_strides.row,
-                  p.block_strides.key, static_cast<int>(p.block_q.divisor), static_cast<int>(p.block_k.divisor)};
-  }
-  return vis;
-}
 
 // The blocks of keys that a tile visits, from the last to the first: the edges come first.
 struct Blocks {

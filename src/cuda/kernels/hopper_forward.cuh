@@ -117,7 +117,7 @@ struct Producer {
     for (;;) {
       Tile tile;
       const Find found = walk.next(p, tile);
-      if (found == Find::end) return {-1, 0, 0, 0};
+      if (found == Find::end) return {{0, 0}, -1, 0};
       if (found == Find::tile && wanted(tile.n)) return tile;
     }
   }

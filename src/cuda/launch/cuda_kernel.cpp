@@ -24,7 +24,6 @@ int attribute(CUdevice device, CUdevice_attribute which) {
 }
 
 void check_supported(const Problem& p) {
-  if (p.pass == Pass::backward) unsupported("pass: is backward; on CUDA there is only the forward pass so far");
   if (p.dtype == HR_FLOAT64)
     unsupported(fmt::format("q: dtype is {}; on CUDA it must be float32, float16 or bfloat16", dtype_name(p.dtype)));
   constexpr std::int64_t largest = 256;
@@ -80,6 +79,13 @@ void CudaKernel::check_pointers(const Buffers& b, const std::byte* workspace) co
   check_one("alibi_slopes", b.alibi_slopes);
   check_one("sinks", b.sinks);
   check_one("block_mask", b.block_mask);
+  check_one("dout", b.dout);
+  check_one("dlse", b.dlse);
+  check_one("dq", b.dq);
+  check_one("dk", b.dk);
+  check_one("dv", b.dv);
+  check_one("dbias", b.dbias);
+  check_one("dsinks", b.dsinks);
   // Memory that a stream capture allocates, as allocate_workspace() does, is not known to the driver yet.
   if (workspace_bytes() > 0 && !is_capturing(static_cast<CUstream>(b.stream))) check_one("workspace", workspace);
 }
@@ -118,6 +124,9 @@ std::unique_ptr<Kernel> make_cuda_kernel(const Problem& p) {
                     "(Hopper) only so far",
                     p.device_index, major, minor));
   const int multiprocessors = attribute(device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+  if (p.pass == Pass::backward)
+    return p.dtype == HR_FLOAT32 ? make_gradient_backward(p, multiprocessors)
+                                 : make_hopper_backward(p, multiprocessors);
   return p.dtype == HR_FLOAT32 ? make_hopper_split_forward(p, multiprocessors)
                                : make_hopper_forward(p, multiprocessors);
 }

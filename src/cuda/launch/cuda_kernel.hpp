@@ -26,6 +26,8 @@ class CudaKernel : public Kernel {
 
 std::unique_ptr<Kernel> make_hopper_forward(const Problem& problem, int multiprocessors);
 std::unique_ptr<Kernel> make_hopper_split_forward(const Problem& problem, int multiprocessors);  // float32
+std::unique_ptr<Kernel> make_hopper_backward(const Problem& problem, int multiprocessors);
+std::unique_ptr<Kernel> make_gradient_backward(const Problem& problem, int multiprocessors);  // float32
 
 // Queues a kernel on a stream, with the dynamic shared memory that it asks for. A context must be current.
 void launch(const LoadedKernel& kernel, unsigned blocks, int threads, void* stream, void** arguments);

@@ -16,6 +16,8 @@ Constants option_constants(const Problem& p) {
 
 Constants plain_constants() { return option_constants(Problem{}); }
 
+bool has_small_scale(const Problem& p) { return p.scale > 0 && p.scale <= 0.693; }
+
 bool is_banded(const Problem& p) { return p.batch > 0 && !p.band(0).everything(); }
 
 int multiprocessors_to_fill(int multiprocessors) {

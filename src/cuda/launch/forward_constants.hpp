@@ -1,4 +1,4 @@
-// What the variants of the forward kernels depend on alike.
+// What the variants of the kernels depend on alike.
 #pragma once
 
 #include <string>
@@ -14,6 +14,9 @@ using Constants = std::vector<std::pair<std::string, long long>>;
 // The options in use, as constants of the compilation: of a problem, and of none.
 Constants option_constants(const Problem& problem);
 Constants plain_constants();
+
+// Whether 0 < scale <= ln(2): then scale * log2(e) <= 1, and may be folded into an exponent of base 2.
+bool has_small_scale(const Problem& problem);
 
 // Whether a causal mask or a window hides keys, so that a head's query tiles see different numbers of them.
 bool is_banded(const Problem& problem);

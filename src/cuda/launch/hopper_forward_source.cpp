@@ -76,8 +76,7 @@ HopperForwardVariant hopper_forward_variant(const Problem& p, int multiprocessor
 }
 
 KernelSource hopper_forward_source(const Problem& p, const HopperForwardVariant& variant) {
-  return source_of(*variant.tile, p.dtype == HR_FLOAT16, p.scale > 0 && p.scale <= 0.693, variant.paired,
-                   option_constants(p));
+  return source_of(*variant.tile, p.dtype == HR_FLOAT16, has_small_scale(p), variant.paired, option_constants(p));
 }
 
 std::vector<KernelSource> hopper_forward_standard_set() {

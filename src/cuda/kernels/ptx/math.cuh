@@ -22,10 +22,22 @@ __device__ inline float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// "min.NaN": NaN if one of them is.
+__device__ inline float minimum(float x, float y) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+  return least;
+}
 // "cvt.rn": two values rounded to the 16-bit type of the products, `low` in the low half.
 __device__ inline unsigned pack(float low, float high) {
   unsigned packed;
   asm("cvt.rn." HEADRACE_MMA_TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+// "cvt.rn.satfinite": what is finite stays so.
+__device__ inline unsigned pack_finite(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.satfinite." HEADRACE_MMA_TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 // "mul": both halves times both halves.
@@ -46,6 +58,12 @@ __device__ inline void load_matrices(unsigned (&out)[4], unsigned shared) {
 __device__ inline void store_matrices(unsigned shared, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c),
                "r"(d)
+               : "memory");
+}
+// Each matrix transposed on its way.
+__device__ inline void store_matrices_transposed(unsigned shared, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 

@@ -33,4 +33,25 @@ __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_g
 __device__ inline void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ inline void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// "cp.async.bulk": `bytes` contiguous bytes, a multiple of 16 at multiples of 16, to shared memory; completes on the
+// barrier.
+__device__ inline void bulk_load(unsigned shared, const void* from, unsigned bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// The same from shared memory; "cp.reduce.async.bulk" adds float32 values to those that are there. Waited for like
+// stores.
+__device__ inline void bulk_store(void* to, unsigned shared, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared), "r"(bytes)
+               : "memory");
+}
+__device__ inline void bulk_add(float* to, unsigned shared, unsigned bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+// "fence.proxy.async.global": orders such accesses of device memory with ordinary ones of this thread.
+__device__ inline void bulk_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 }  // namespace headrace::ptx

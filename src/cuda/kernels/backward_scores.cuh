@@ -1,0 +1,76 @@
+// What the backward kernels make of one product q . k: the probability, and what dropout does to it.
+//
+// Constants of the compilation, beside those of options.cuh: SMALL_SCALE, ALIBI, DROPOUT, as in hopper_backward.cuh.
+#pragma once
+
+#include "options.cuh"
+
+namespace headrace::cuda {
+
+// Scores are brought to their final value in natural units: log2(e) times a score might overflow.
+constexpr bool kFinalScores = SOFTCAP || ALIBI || BIAS || !SMALL_SCALE;
+
+// tanh(x), and its derivative to a relative 2^-20: 1 - tanh^2 has no digits left where tanh is near 1.
+__device__ inline float tanh_of(float x, float& derivative) {
+  const float ratio = tanh_of(x), below = ptx::reciprocal(ptx::exp2(2.0f * kLog2E * fabsf(x)) + 1.0f);
+  derivative = fabsf(x) < 0.5f ? fmaf(-ratio, ratio, 1.0f) : 4.0f * below * (1.0f - below);
+  return ratio;
+}
+
+__device__ inline float slope_of(const Params& p, const Head& head) {
+  return ALIBI ? p.alibi_slopes[head.b * p.alibi_batch + head.h * p.alibi_head] : 0.0f;
+}
+
+// p = exp(score - lse) of query i and key j, 0 if the key is hidden, and at most 1, whatever lse's rounding.
+// minus_lse: in natural units, or in those of log2 if scores are. derivative: of the softcap.
+__device__ inline float probability_of(const Params& p, const Head& head, float slope, float product, float minus_lse,
+                                       int i, int j, float& derivative) {
+  float score = product * (kFinalScores ? scale_of(p) : p.scale * kLog2E);
+  derivative = 1.0f;
+  if constexpr (SOFTCAP) score = p.softcap * tanh_of(score, derivative);
+  if constexpr (BIAS) {
+    const float bias = bias_of(p, head, min(i, p.seqlen_q - 1), min(j, p.seqlen_k - 1));
+    score = bias == minus_infinity() ? bias : score + bias;
+  }
+  if constexpr (ALIBI) score -= slope * fabsf(static_cast<float>(distance(p, i, j)));
+  const int offset = j - i;
+  bool seen = j < p.seqlen_k && offset >= p.band_lo && offset <= p.band_hi;
+  if constexpr (MASK || BLOCK_MASK) seen = seen && visible_by_data(p, head, i, j);
+  const float exponent = ptx::minimum(seen ? score + minus_lse : minus_infinity(), 0.0f);
+  return ptx::exp2(kFinalScores ? exponent * kLog2E : exponent);
+}
+
+// Where p is 0 so is the gradient of the score, even if dout . v is not finite.
+__device__ inline float score_gradient(float probability, float dp, float kept, float minus_d, float derivative) {
+  return probability == 0.0f ? 0.0f : probability * fmaf(dp, kept, minus_d) * derivative;
+}
+
+// Two of them as left operands of products. In float16 an infinite one would make NaN of sums.
+__device__ inline unsigned pack_gradients(float low, float high) {
+#if FLOAT16
+  return ptx::pack_finite(low, high);
+#else
+  return ptx::pack(low, high);
+#endif
+}
+
+// What dropout leaves of the elements of queries i, i + 1 (i even) and key j, or of query i and keys j, j + 1.
+struct KeptPair {
+  unsigned word[2];
+
+  __device__ KeptPair(const Params& p, const Head& head, int i, int j, bool along_keys = false) {
+    if constexpr (DROPOUT) {
+      const Philox random = Philox::make(static_cast<unsigned>(j >> 1), static_cast<unsigned>(i >> 1),
+                                         static_cast<unsigned>(head.h), static_cast<unsigned>(head.b), p.seed);
+      const bool odd = ((along_keys ? i : j) & 1) != 0;
+      word[0] = odd ? random.word[along_keys ? 2 : 1] : random.word[0];
+      word[1] = odd ? random.word[3] : random.word[along_keys ? 1 : 2];
+    }
+  }
+  __device__ float factor(const Params& p, int which) const {
+    if constexpr (!DROPOUT) return 1.0f;
+    return word[which] >= p.dropout_threshold ? p.dropout_kept : 0.0f;
+  }
+};
+
+}  // namespace headrace::cuda

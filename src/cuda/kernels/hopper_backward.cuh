@@ -1,0 +1,601 @@
+// Attention backward for Hopper, 16-bit inputs, heads up to 128: a block of threads has 128 keys of a head, keeps their
+// dk and dv in registers and walks over the queries (FlashAttention-3, Shah et al. 2024, section 3; FlashAttention-2,
+// Dao 2023, section 3.1). Two warpgroups have 64 keys each. They compute transposed scores, S^T = k q^T, so that p and
+// ds lie in registers as the left operands of dv += p^T dout and dk += ds^T q need them; ds goes to shared memory for
+// dq = ds k, of which each warpgroup makes one half for all 128 keys.
+//
+// A step of a warpgroup is its arithmetic on scores, which are in registers when it begins, and then one run of all
+// products on the tensor cores: dv, dk, dq of the step before, S^T and dp^T of the next step. The warpgroups take turns
+// with these runs, so that the arithmetic of one hides behind the products of the other.
+//
+// dq is summed in device memory, in float32, by bulk reductions out of shared memory. Deterministic: the key tiles of a
+// head add to a query tile's dq in a fixed order. They begin at different queries and follow one another round, so that
+// few ever wait; see turn_of().
+//
+// Constants of the compilation:
+// - FLOAT16: the type of q, k, v, out and their gradients: 1 float16, 0 bfloat16
+// - HEAD_DIM, VALUE_DIM: multiples of 32, at most 128; TMA fills smaller dimensions up with zeros
+// - QUERIES: of a step: 128 where HEAD_DIM is 64, else 64
+// - STAGES: steps of q and dout in shared memory
+// - PREFETCH: groups of 8 queries whose statistics are read a step ahead
+// - SMALL_SCALE: 0 < scale <= ln(2): it is folded into the exponent
+// - DETERMINISTIC
+// - SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, DROPOUT: the options in use
+#if FLOAT16
+#define HEADRACE_MMA_TYPE "f16"
+#else
+#define HEADRACE_MMA_TYPE "bf16"
+#endif
+#include "backward_scores.cuh"
+#include "backward_steps.cuh"
+#include "backward_store.cuh"
+#include "hopper_backward_params.hpp"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/turns.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace headrace::cuda {
+
+constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kWarps = 4 * kWarpgroups;
+constexpr int kHeadPanels = (HEAD_DIM + kPanel - 1) / kPanel, kValuePanels = (VALUE_DIM + kPanel - 1) / kPanel;
+constexpr int kOwnKeys = 64;  // of a warpgroup
+constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
+// A warpgroup's half of dq of a step, 64 x 64: rows where there are 128, else columns.
+constexpr bool kHalfIsRows = kQueries == 128;
+static_assert(kHalfIsRows ? HEAD_DIM == 64 : kQueries == 64 && kHeadPanels == 2);
+constexpr int kHalfFloats = 64 * 64;
+constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
+constexpr int kSenders = 3;  // of dq
+constexpr int kTurn = 4;     // barriers kTurn, kTurn + 1: the warpgroups' turns
+// Every element is worked on, not just those of tiles at the edges.
+constexpr bool kOptions = kFinalScores || MASK || DROPOUT;
+
+struct alignas(1024) Shared {
+  Element k[kHeadPanels][kKeys * kPanel];
+  Element v[kValuePanels][kKeys * kPanel];
+  Element q[STAGES][kHeadPanels][kQueries * kPanel];
+  Element dout[STAGES][kValuePanels][kQueries * kPanel];
+  Element ds[2][2][kQueries * kPanel];   // of two steps, the warpgroups' keys
+  float dq[kWarpgroups][4][8 * 32 * 4];  // on its way out, warp by warp as in registers
+  float statistics[STAGES][kStatisticsBytes / 4];
+  unsigned long long k_full, v_full;
+  unsigned long long q_full[STAGES], q_empty[STAGES];  // with dout and statistics
+  unsigned long long ds_full[2];
+  unsigned long long dq_full[kWarpgroups][kSenders], dq_empty[kWarpgroups];  // full: for each sender
+  unsigned item;
+};
+
+extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
+
+// ---- what a block of threads does ----
+
+// The order of all items: some heads at a time, a section, as many as leave room in the L2 cache for what is read and
+// summed. Under a band a section's heads take turns; key tiles that see few queries come first, so that none waits for
+// one behind it, but in the last section, where what takes long comes first. Without one a section is done gang by
+// gang, what fills the device at a time: a gang of a head is every key tile whose number leaves the same rest.
+struct Item : KeyTile {
+  int gang, member;  // n = gang + member * gangs
+  int members;       // of the gang
+
+  __device__ Item(const HopperBackwardParams& p, unsigned index) {
+    const int key_tiles = static_cast<int>(p.key_tiles), gangs = static_cast<int>(p.gangs);
+    const unsigned section = p.section_items.quotient(index), in_section = index - section * p.section_items.divisor;
+    const unsigned first_head = section * p.section_heads;
+    const unsigned heads = min(p.section_heads, p.heads - first_head);
+    const int place = static_cast<int>(in_section / heads), head = static_cast<int>(first_head + in_section % heads);
+    // The first gangs have one member more than the others.
+    const int most = ceil_div(key_tiles, gangs), larger = key_tiles - (most - 1) * gangs;
+    if (place < larger * most) {
+      gang = place / most;
+      member = place - gang * most;
+      members = most;
+    } else {
+      gang = larger + (place - larger * most) / (most - 1);
+      member = (place - larger * most) % (most - 1);
+      members = most - 1;
+    }
+    b = static_cast<int>(p.heads_kv.quotient(head));
+    h = head - b * static_cast<int>(p.heads_kv.divisor);
+    step = p.any_band && (section == p.turned_section) != (p.downwards != 0) ? -1 : 1;
+    if (DETERMINISTIC && p.any_band && step > 0) member = members - 1 - member;
+    n = gang + member * gangs;
+    find_queries(p);
+    start = !p.any_band ? member * end / members : step > 0 ? begin : end - 1;
+  }
+};
+
+// When a key tile may add to the dq of query tile m: after so many others. The key tiles that visit m are an interval.
+// They come gang after gang.
+//
+// Without a band the starts of a gang are spread over the queries: the member that starts last at or before m comes
+// first, then those before it, then round. They wait for one another, and are no more than the device works on at a
+// time.
+//
+// Under a causal mask each begins at its first query tile, later than the key tile before it: the last one is the first
+// to come to m, and the others follow. In the last section they go down from the last query tile, and key tile 0, which
+// is begun first, is the first to come to m. With a lower bound of the band instead all this is turned round.
+//
+// Nothing waits for ever: a ticket says which item a block of threads takes, so that all items before it have been
+// begun; none waits for an item behind it, but inside gangs without a band.
+__device__ inline int turn_of(const HopperBackwardParams& p, const Item& item, int m) {
+  const int gangs = static_cast<int>(p.gangs);
+  const Range keys = band(p).keys_of_rows(rows_of(p, m));
+  const int first = keys.begin / kKeys, end = ceil_div(keys.end, kKeys);
+  const auto in_gangs_before = [&](int tiles) { return tiles / gangs * item.gang + min(tiles % gangs, item.gang); };
+  const int before = in_gangs_before(end) - in_gangs_before(first);
+  const auto members_below = [&](int tile) { return (max(tile - item.gang, 0) + gangs - 1) / gangs; };
+  const int low = members_below(first), high = members_below(end) - 1;
+  if (p.any_band) return before + (item.step > 0 ? high - item.member : item.member - low);
+  const int leader = static_cast<int>(p.query_tiles.quotient((m + 1) * item.members - 1));
+  return before + (item.member <= leader ? leader - item.member : leader + 1 + high - item.member);
+}
+
+// ---- the producer's threads: one loads, two send dq ----
+
+struct Loader {
+  const HopperBackwardParams& p;
+  const ptx::TensorMap &q, &k, &v, &dout;
+  Shared& shared;
+
+  template <int kPanels, int kCount>
+  __device__ void load_panels(Element (&to)[kPanels][kCount], const ptx::TensorMap& map, unsigned barrier, int row,
+                              int h, int b) {
+    for (int panel = 0; panel < kPanels; ++panel)
+      ptx::tma_load(ptx::shared_address(to[panel]), map, barrier, panel * kPanel, row, h, b);
+  }
+  __device__ void load_step(const Steps& steps, int slot) {
+    const unsigned barrier = ptx::shared_address(&shared.q_full[slot]);
+    const Head head = steps.query_head();
+    ptx::mbarrier_expect(barrier, sizeof(shared.q[0]) + sizeof(shared.dout[0]) + kStatisticsBytes);
+    load_panels(shared.q[slot], q, barrier, steps.m * kQueries, head.h, head.b);
+    load_panels(shared.dout[slot], dout, barrier, steps.m * kQueries, head.h, head.b);
+    ptx::bulk_load(ptx::shared_address(shared.statistics[slot]), p.statistics + steps.place() * (kStatisticsBytes / 4),
+                   kStatisticsBytes, barrier);
+  }
+  __device__ void run(const Item& item) {
+    Steps steps(p, item);
+    if (!steps.any()) return;
+    const unsigned k_full = ptx::shared_address(&shared.k_full), v_full = ptx::shared_address(&shared.v_full);
+    ptx::mbarrier_expect(k_full, sizeof(shared.k));
+    load_panels(shared.k, k, k_full, item.n * kKeys, item.h, item.b);
+    load_step(steps, 0);
+    ptx::mbarrier_expect(v_full, sizeof(shared.v));
+    load_panels(shared.v, v, v_full, item.n * kKeys, item.h, item.b);
+    ptx::RingPosition<STAGES> ring;
+    ring.advance();
+    for (steps.advance(); steps.any(); steps.advance()) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[ring.slot]), ring.parity ^ 1);
+      load_step(steps, ring.slot);
+      ring.advance();
+    }
+  }
+};
+
+// Sends dq. Each of several threads has every so manieth step: a sum is in memory, and its turn ends, later than the
+// next step has its dq.
+struct Sender {
+  const HopperBackwardParams& p;
+  const Item& item;
+  Shared& shared;
+
+  // A half of a step; leaves when its room is free.
+  __device__ void send(const Steps& steps, int half, const ptx::RingPosition<kSenders>& ring, bool add) const {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.dq_full[half][ring.slot]), ring.parity);
+    const unsigned from = ptx::shared_address(shared.dq[half]);
+    float* to = p.dq + (2 * steps.place() + half) * kHalfFloats;
+    if (add) {
+      ptx::bulk_add(to, from, sizeof(shared.dq[0]));
+    } else {
+      ptx::bulk_store(to, from, sizeof(shared.dq[0]));
+    }
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[half]));
+  }
+
+  // In turns, what a block mask hides takes its turn too: so all know how many come before them.
+  __device__ void run(unsigned which) const {
+    ptx::RingPosition<kSenders> ring;
+    for (Steps steps(p, item, true); steps.any(); steps.next()) {
+      const bool hidden = steps.hidden();
+      if (ring.slot == which) {
+        int* const counter = p.turns + steps.place();
+        const int turn = DETERMINISTIC ? turn_of(p, item, steps.m) : 0;
+        if (DETERMINISTIC && turn > 0) {
+          ptx::wait_for_turn(counter, turn);
+          ptx::bulk_fence();
+        }
+        if (!hidden) {
+          // Who comes first need not add. A block mask may hide the tile from it.
+          const bool add = !DETERMINISTIC || BLOCK_MASK || turn > 0;
+          send(steps, 0, ring, add);
+          send(steps, 1, ring, add);
+        }
+        if constexpr (DETERMINISTIC) {
+          ptx::tma_store_wait();
+          ptx::bulk_fence();
+          ptx::end_turn(counter);
+        }
+      }
+      if (!hidden) ring.advance();
+    }
+    ptx::tma_store_wait();
+  }
+};
+
+// ---- the consumers: a warpgroup with 64 keys ----
+
+struct Consumer {
+  const HopperBackwardParams& p;
+  const Item& item;
+  Shared& shared;
+  const int warpgroup, warp, lane;
+
+  float s[kQueries / 2], dp[kQueries / 2];  // transposed scores and dout . v of a step
+  unsigned probabilities[kQueries / 4], ds[kQueries / 4];
+  float dq[kHalfFloats / 128];
+  float dk[HEAD_DIM / 2], dv[VALUE_DIM / 2];
+  float statistics[PREFETCH][4];
+  ptx::RingPosition<STAGES> ring;
+  ptx::RingPosition<2> ds_ring;
+  ptx::RingPosition<kSenders> dq_ring;  // of the step before
+
+  // Where operands begin.
+  unsigned own_k, own_v;             // this warpgroup's keys as left operands
+  unsigned dq_left, dq_right;        // ds, all keys
+  unsigned q_right, dout_right;      // as right operands of S^T, dp^T
+  unsigned q_columns, dout_columns;  // and of dk, dv
+  unsigned ds_address, dq_address, statistics_address;
+
+  __device__ void start() {
+    own_k = ptx::descriptor_low(ptx::shared_address(shared.k) + warpgroup * kOwnKeys * 128, 16);
+    own_v = ptx::descriptor_low(ptx::shared_address(shared.v) + warpgroup * kOwnKeys * 128, 16);
+    dq_left = ptx::descriptor_low(ptx::shared_address(shared.ds) + (kHalfIsRows ? warpgroup * 64 * 128 : 0), 16);
+    dq_right = ptx::descriptor_low(ptx::shared_address(shared.k) + (kHalfIsRows ? 0 : warpgroup * kKeyPanelBytes),
+                                   kKeyPanelBytes);
+    q_right = ptx::descriptor_low(ptx::shared_address(shared.q), 16);
+    dout_right = ptx::descriptor_low(ptx::shared_address(shared.dout), 16);
+    q_columns = ptx::descriptor_low(ptx::shared_address(shared.q), kQueryPanelBytes);
+    dout_columns = ptx::descriptor_low(ptx::shared_address(shared.dout), kQueryPanelBytes);
+    // A lane's row of the 8 x 8 matrices of ds: rows are queries, columns the warp's keys, 16 bytes swizzled with the
+    // row.
+    ds_address = ptx::shared_address(shared.ds) + warpgroup * kQueryPanelBytes + (8 * (lane >> 4) + (lane & 7)) * 128 +
+                 (((2 * warp + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
+    dq_address = ptx::shared_address(shared.dq[warpgroup][warp]) + lane * 16;
+    statistics_address = ptx::shared_address(shared.statistics) + (lane & 3) * 16;
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM / 2; ++e) dk[e] = 0.0f;
+#pragma unroll
+    for (int e = 0; e < VALUE_DIM / 2; ++e) dv[e] = 0.0f;
+  }
+
+  // -- taking turns on the tensor cores --
+  __device__ void begin_turns() {
+    if (warpgroup == 1) ptx::barrier_arrive(kTurn, 256);
+  }
+  __device__ void wait_turn() { ptx::barrier_sync(kTurn + warpgroup, 256); }
+  // Nobody waits for the last turn.
+  __device__ void pass_turn(bool more) {
+    if (warpgroup == 0 || more) ptx::barrier_arrive(kTurn + 1 - warpgroup, 256);
+  }
+
+  // -- products --
+
+  // to = k q^T or v dout^T: steps [kBegin, kEnd) of the reduction over the head's columns.
+  template <int kBegin, int kEnd>
+  __device__ static void multiply_keys(float (&to)[kQueries / 2], unsigned keys, unsigned queries) {
+#pragma unroll
+    for (int n = kBegin; n < kEnd; ++n) {
+      const unsigned long long left = ptx::descriptor(keys + (n / 4) * (kKeyPanelBytes / 16) + (n % 4) * 2);
+      const unsigned long long right = ptx::descriptor(queries + (n / 4) * (kQueryPanelBytes / 16) + (n % 4) * 2);
+      if (n == 0) {
+        ptx::Wgmma<kQueries>::template ss<0, 0>(to, left, right);
+      } else {
+        ptx::Wgmma<kQueries>::template ss<1, 0>(to, left, right);
+      }
+    }
+  }
+  // to += left^T right, over the queries.
+  template <int kColumns>
+  __device__ static void multiply_queries(float (&to)[kColumns / 2], const unsigned (&left)[kQueries / 4],
+                                          unsigned right) {
+#pragma unroll
+    for (int n = 0; n < kQueries / 16; ++n) {
+      ptx::Wgmma<kColumns>::template rs<1, 1>(to, left[4 * n], left[4 * n + 1], left[4 * n + 2], left[4 * n + 3],
+                                              ptx::descriptor(right + n * (16 * 128 / 16)));
+    }
+  }
+  // dq = ds k over all keys, of the step whose ds is in this buffer.
+  __device__ void multiply_dq(unsigned buffer) {
+    const unsigned left_begin = dq_left + buffer * (sizeof(shared.ds[0]) / 16);
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+      const unsigned long long left = ptx::descriptor(left_begin + (n / 4) * (kQueryPanelBytes / 16) + (n % 4) * 2);
+      const unsigned long long right = ptx::descriptor(dq_right + n * (16 * 128 / 16));
+      if (n == 0) {
+        ptx::Wgmma<64>::ss<0, 1>(dq, left, right);
+      } else {
+        ptx::Wgmma<64>::ss<1, 1>(dq, left, right);
+      }
+    }
+  }
+  __device__ static unsigned uniform(unsigned x) { return __shfl_sync(~0u, x, 0); }
+
+  // -- scores to p and ds --
+
+  __device__ static void load_statistics(float (&to)[4], unsigned address) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                 : "r"(address)
+                 : "memory");
+  }
+  __device__ void prefetch_statistics() {
+    const unsigned from = statistics_address + ring.slot * kStatisticsBytes;
+#pragma unroll
+    for (int g = 0; g < PREFETCH; ++g) load_statistics(statistics[g], from + g * sizeof(RowPair) * 4);
+  }
+
+  // Elements of a tile in which nothing is hidden and no option is in use.
+  __device__ void finish_plain(unsigned statistics_of_step) {
+    const float scale = p.forward.scale * kLog2E;
+#pragma unroll
+    for (int g = 0; g < kQueries / 8; ++g) {
+      float(&row)[4] = statistics[g % PREFETCH];
+      const float lse0 = row[0], lse1 = row[1], d0 = row[2], d1 = row[3];
+      if (g + PREFETCH < kQueries / 8) load_statistics(row, statistics_of_step + (g + PREFETCH) * sizeof(RowPair) * 4);
+      const float p0 = ptx::exp2(fmaf(s[4 * g], scale, lse0)), p1 = ptx::exp2(fmaf(s[4 * g + 1], scale, lse1));
+      const float p2 = ptx::exp2(fmaf(s[4 * g + 2], scale, lse0)), p3 = ptx::exp2(fmaf(s[4 * g + 3], scale, lse1));
+      probabilities[2 * g] = ptx::pack(p0, p1);
+      probabilities[2 * g + 1] = ptx::pack(p2, p3);
+      ds[2 * g] = pack_gradients((dp[4 * g] + d0) * p0, (dp[4 * g + 1] + d1) * p1);
+      ds[2 * g + 1] = pack_gradients((dp[4 * g + 2] + d0) * p2, (dp[4 * g + 3] + d1) * p3);
+    }
+  }
+
+  // The thread's two keys, 8 apart.
+  __device__ int key(int r) const { return item.n * kKeys + warpgroup * kOwnKeys + 16 * warp + lane / 4 + 8 * r; }
+
+  // Any tile. What is hidden gets p = 0 and ds = 0, and p <= 1 whatever lse's rounding.
+  __device__ void finish_any(const Steps& steps, unsigned statistics_of_step) {
+    const Params& forward = p.forward;
+    const Head head = steps.query_head();
+    const float slope = slope_of(forward, head);
+    const int i0 = steps.m * kQueries + 2 * (lane & 3);
+#pragma unroll
+    for (int g = 0; g < kQueries / 8; ++g) {
+      float row[4];
+      load_statistics(row, statistics_of_step + g * sizeof(RowPair) * 4);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int j = key(r);
+        const KeptPair kept_pair(forward, head, i0 + 8 * g, j);
+        float of_p[2], of_ds[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int i = i0 + 8 * g + c, e = 4 * g + 2 * r + c;
+          float derivative;
+          const float probability = probability_of(forward, head, slope, s[e], row[c], i, j, derivative);
+          const float kept = kept_pair.factor(forward, c);
+          of_p[c] = probability * kept;
+          // Where p is 0 so is ds, even if dout . v is not finite.
+          of_ds[c] = probability == 0.0f ? 0.0f : probability * fmaf(dp[e], kept, row[2 + c]) * derivative;
+        }
+        probabilities[2 * g + r] = ptx::pack(of_p[0], of_p[1]);
+        ds[2 * g + r] = pack_gradients(of_ds[0], of_ds[1]);
+      }
+    }
+  }
+
+  // Whether something of this warpgroup's part of a tile is hidden, or needs care.
+  __device__ bool needs_care(const Steps& steps, unsigned slot) const {
+    if constexpr (kOptions) return true;
+    if (shared.statistics[slot][2 * kQueries] != 0.0f) return true;
+    const int key0 = item.n * kKeys + warpgroup * kOwnKeys;
+    const int nearest = key0 - (steps.m * kQueries + kQueries - 1), farthest = key0 + kOwnKeys - 1 - steps.m * kQueries;
+    if (key0 + kOwnKeys > p.forward.seqlen_k || nearest < p.forward.band_lo || farthest > p.forward.band_hi)
+      return true;
+    if constexpr (BLOCK_MASK) {
+      return visibility(p.forward, steps.query_head())
+                 .classify(rows_of(p, steps.m), {key0, min_index(p.forward.seqlen_k, key0 + kOwnKeys)}) !=
+             TileKind::full;
+    }
+    return false;
+  }
+
+  // -- steps --
+
+  // Half a tile of dq goes to shared memory, from where it is sent.
+  __device__ void stage_dq(unsigned parity) {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.dq_empty[warpgroup]), parity ^ 1);
+#pragma unroll
+    for (int g = 0; g < 8; ++g)
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_address + g * 512), "f"(dq[4 * g]),
+                   "f"(dq[4 * g + 1]), "f"(dq[4 * g + 2]), "f"(dq[4 * g + 3])
+                   : "memory");
+  }
+
+  // S^T and dp^T of the first step.
+  __device__ void first_scores() {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.k_full), 0);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[0]), 0);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.v_full), 0);
+    ptx::wgmma_fence();
+    multiply_keys<0, HEAD_DIM / 16>(s, own_k, q_right);
+    multiply_keys<0, VALUE_DIM / 16>(dp, own_v, dout_right);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    ptx::pin(dp);
+    prefetch_statistics();
+  }
+
+  // The step whose S^T and dp^T are in registers. `count` counts steps. dq of the step before is made here, so that
+  // nobody waits for the other warpgroup's ds; in the first step it is made of anything, and dropped; as are, in the
+  // last one, S^T and dp^T of a step that does not come. So there is one loop, without products under conditions,
+  // which the assembler would take apart.
+  __device__ void step(const Steps& steps, bool more, int count) {
+    const unsigned slot = uniform(ring.slot), statistics_of_step = statistics_address + ring.slot * kStatisticsBytes;
+    if (needs_care(steps, ring.slot)) {
+      finish_any(steps, statistics_of_step);
+    } else {
+      finish_plain(statistics_of_step);
+    }
+    const unsigned old_slot = ring.slot;
+    ring.advance();
+    const unsigned next_slot = uniform(ring.slot), buffer = uniform(ds_ring.slot);
+
+    wait_turn();
+    ptx::wgmma_fence();
+    multiply_queries<VALUE_DIM>(dv, probabilities, dout_columns + slot * (sizeof(shared.dout[0]) / 16));
+    ptx::wgmma_commit();
+    ptx::wgmma_fence();
+    multiply_queries<HEAD_DIM>(dk, ds, q_columns + slot * (sizeof(shared.q[0]) / 16));
+    ptx::wgmma_commit();
+    // The buffer is free: the other warpgroup had read it before it passed the turn the last time.
+#pragma unroll
+    for (int n = 0; n < kQueries / 16; ++n)
+      ptx::store_matrices_transposed(ds_address + ds_ring.slot * sizeof(shared.ds[0]) + n * (16 * 128), ds[4 * n],
+                                     ds[4 * n + 1], ds[4 * n + 2], ds[4 * n + 3]);
+    if (count > 0) ptx::mbarrier_wait(ptx::shared_address(&shared.ds_full[ds_ring.slot ^ 1]), ((count - 1) >> 1) & 1);
+    ptx::wgmma_wait<1>();
+    ptx::pin(dv);
+    ptx::wgmma_fence();
+    multiply_dq(buffer ^ 1);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    ptx::pin(dk);
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.q_empty[old_slot]));
+    if (more) ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[ring.slot]), ring.parity);
+    ptx::wgmma_fence();
+    multiply_keys<0, HEAD_DIM / 16>(s, own_k, q_right + next_slot * (sizeof(shared.q[0]) / 16));
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    ptx::pin(dq);
+    if (count > 0) stage_dq((count - 1) & 1);
+    // The turn passes when all but the last products of dp^T are made: then the other's begin without a gap.
+    constexpr int kLast = VALUE_DIM / 16 - 2;
+    const unsigned next_dout = dout_right + next_slot * (sizeof(shared.dout[0]) / 16);
+    ptx::wgmma_fence();
+    multiply_keys<0, kLast>(dp, own_v, next_dout);
+    ptx::wgmma_commit();
+    multiply_keys<kLast, VALUE_DIM / 16>(dp, own_v, next_dout);
+    ptx::wgmma_commit();
+    prefetch_statistics();
+    ptx::wgmma_wait<1>();
+    pass_turn(more);
+    publish(count);
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    ptx::pin(dp);
+    ds_ring.advance();
+  }
+
+  // What was written to shared memory, ds of step number `count` and dq of the one before, may be read by tensor cores
+  // and TMA.
+  __device__ void publish(int count) {
+    ptx::tma_store_fence();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ds_full[count & 1]));
+    if (count > 0) publish_dq();
+  }
+  __device__ void publish_dq() {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_full[warpgroup][dq_ring.slot]));
+    dq_ring.advance();
+  }
+
+  // dq of the last step.
+  __device__ void last_dq(int count) {
+    const unsigned buffer = (count - 1) & 1;
+    ptx::mbarrier_wait(ptx::shared_address(&shared.ds_full[buffer]), ((count - 1) >> 1) & 1);
+    ptx::wgmma_fence();
+    multiply_dq(uniform(buffer));
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+    stage_dq((count - 1) & 1);
+    ptx::tma_store_fence();
+    __syncwarp();
+    publish_dq();
+  }
+
+  // -- results --
+
+  __device__ void run(const ptx::TensorMap& map_dk, const ptx::TensorMap& map_dv) {
+    start();
+    Steps steps(p, item);
+    if (steps.any()) {
+      first_scores();
+      begin_turns();
+      int count = 0;
+#pragma unroll 1
+      while (steps.any()) {
+        Steps following = steps;
+        following.advance();
+        step(steps, following.any(), count++);
+        steps.head = following.head;
+        steps.m = following.m;
+        steps.left = following.left;
+      }
+      last_dq(count);
+    }
+    ptx::barrier_sync(kTurn + 2 + warpgroup, 128);  // this warpgroup's keys of v are not read any more,
+    const int row0 = warpgroup * kOwnKeys + 16 * warp;
+    const TileRows rows{item.b, item.h, item.n * kKeys, p.forward.seqlen_k};
+    store_rows<VALUE_DIM>(dv, 1.0f, shared.v, row0, rows, map_dv, p.dv);
+    ptx::barrier_sync(1, 256);  // and k by neither
+    store_rows<HEAD_DIM>(dk, p.forward.scale, shared.k, row0, rows, map_dk, p.dk);
+    if (lane == 0) ptx::tma_store_wait_read();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    hopper_backward(const __grid_constant__ ptx::TensorMap q, const __grid_constant__ ptx::TensorMap k,
+                    const __grid_constant__ ptx::TensorMap v, const __grid_constant__ ptx::TensorMap dout,
+                    const __grid_constant__ ptx::TensorMap dk, const __grid_constant__ ptx::TensorMap dv,
+                    const __grid_constant__ HopperBackwardParams p) {
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) {
+    const auto init = [](unsigned long long& barrier, int arrivals) {
+      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+    };
+    init(shared.k_full, 1);
+    init(shared.v_full, 1);
+    for (int n = 0; n < STAGES; ++n) {
+      init(shared.q_full[n], 1);
+      init(shared.q_empty[n], kWarps);
+    }
+    for (int n = 0; n < 2; ++n) {
+      init(shared.ds_full[n], kWarps);
+      for (int sender = 0; sender < kSenders; ++sender) init(shared.dq_full[n][sender], 4);
+      init(shared.dq_empty[n], 1);
+    }
+    ptx::mbarrier_init_fence();
+    // Without queries there are no turns, and nothing set the tickets to 0.
+    shared.item = DETERMINISTIC && p.forward.seqlen_q > 0 ? atomicAdd(p.tickets, 1) : blockIdx.x;
+  }
+  __syncthreads();
+  const Item item(p, DETERMINISTIC ? __shfl_sync(~0u, shared.item, 0) : blockIdx.x);
+
+  const int warpgroup = __shfl_sync(~0u, thread / 128, 0);
+  if (warpgroup == kWarpgroups) {
+    ptx::give_registers<24>();
+    const int number = thread - 128 * kWarpgroups;
+    if (number == 0) {
+      Loader{p, q, k, v, dout, shared}.run(item);
+    } else if (number % 32 == 0) {
+      Sender{p, item, shared}.run(number / 32 - 1);
+    }
+  } else {
+    ptx::take_registers<240>();
+    Consumer consumer{
+        .p = p, .item = item, .shared = shared, .warpgroup = warpgroup, .warp = (thread / 32) & 3, .lane = thread & 31};
+    consumer.run(dk, dv);
+  }
+}
+
+}  // namespace headrace::cuda

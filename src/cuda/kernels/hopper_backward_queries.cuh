@@ -1,0 +1,319 @@
+// Attention backward for Hopper, 16-bit inputs, heads of 129 to 256 columns: dq. See hopper_backward_keys.cuh, which
+// makes dk and dv.
+//
+// A block of threads has 128 queries of a head, 64 of each of two warpgroups, keeps their dq in registers and walks
+// over the keys: S = q k^T, dp = dout v^T, ds, dq += ds k. The arithmetic of one warpgroup hides behind the products of
+// the other.
+//
+// Constants of the compilation:
+// - FLOAT16, SMALL_SCALE, SOFTCAP, ALIBI, BIAS, MASK, BLOCK_MASK, DROPOUT: as in hopper_backward.cuh
+// - HEAD_DIM, VALUE_DIM: multiples of 64, at most 256; TMA fills smaller dimensions up with zeros
+// - KEYS: 64, of a step; QUERIES: 64, of a tile of the statistics
+// - K_STAGES, V_STAGES: steps of k and of v in shared memory
+#if FLOAT16
+#define HEADRACE_MMA_TYPE "f16"
+#else
+#define HEADRACE_MMA_TYPE "bf16"
+#endif
+#include "backward_scores.cuh"
+#include "backward_store.cuh"
+#include "hopper_backward_params.hpp"
+#include "options.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace headrace::cuda {
+
+static_assert(KEYS == 64 && QUERIES == 64);
+constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kWarps = 4 * kWarpgroups;
+constexpr int kKeys = KEYS, kOwnRows = 64, kRows = kWarpgroups * kOwnRows;
+constexpr int kHeadPanels = HEAD_DIM / kPanel, kValuePanels = VALUE_DIM / kPanel;
+constexpr int kRowPanelBytes = kRows * 128, kKeyPanelBytes = kKeys * 128;
+constexpr int kTurn = 3;  // barriers kTurn, kTurn + 1: the warpgroups' turns on the tensor cores
+constexpr bool kOptions = kFinalScores || MASK || DROPOUT;
+
+struct alignas(1024) Shared {
+  Element q[kHeadPanels][kRows * kPanel];
+  Element dout[kValuePanels][kRows * kPanel];
+  Element k[K_STAGES][kHeadPanels][kKeys * kPanel];
+  Element v[V_STAGES][kValuePanels][kKeys * kPanel];
+  unsigned long long q_full;  // and dout
+  unsigned long long k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
+};
+
+extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
+
+// The queries [m * kRows, ...) of a head, and the blocks of keys that they see, from the last to the first.
+struct Blocks {
+  const HopperBackwardParams& p;
+  Head head;
+  int m, next, last;  // next < last: none are left
+
+  __device__ Blocks(const HopperBackwardParams& params, const Head& of, int tile) : p(params), head(of), m(tile) {
+    const Visibility vis{{p.forward.band_lo, p.forward.band_hi}, p.forward.seqlen_q, p.forward.seqlen_k, {}};
+    const Range keys = vis.keys_of_rows(rows());
+    next = keys.empty() ? -1 : (keys.end - 1) / kKeys;
+    last = keys.empty() ? 0 : keys.begin / kKeys;
+    skip_hidden();
+  }
+  __device__ bool any() const { return next >= last; }
+  __device__ void advance() {
+    --next;
+    skip_hidden();
+  }
+  __device__ Range rows() const { return {m * kRows, min_index(p.forward.seqlen_q, (m + 1) * kRows)}; }
+  __device__ Range keys() const { return {next * kKeys, min_index(p.forward.seqlen_k, (next + 1) * kKeys)}; }
+  // Whether some of the rows from row0 on do not see all of the keys.
+  __device__ bool edge(int row0) const {
+    if ((next + 1) * kKeys > p.forward.seqlen_k) return true;
+    const Range own{row0, min_index(p.forward.seqlen_q, row0 + kOwnRows)};
+    return !own.empty() && visibility(p.forward, head).classify(own, keys()) != TileKind::full;
+  }
+
+ private:
+  __device__ void skip_hidden() {
+    if constexpr (BLOCK_MASK) {
+      while (any() && visibility(p.forward, head).classify(rows(), keys()) == TileKind::hidden) --next;
+    }
+  }
+};
+
+struct Loader {
+  const HopperBackwardParams& p;
+  const ptx::TensorMap &q, &k, &v, &dout;
+  Shared& shared;
+
+  // In boxes of 64 rows.
+  template <int kPanels, int kCount>
+  __device__ static void load_panels(Element (&to)[kPanels][kCount], const ptx::TensorMap& map, unsigned barrier,
+                                     int row, int h, int b) {
+    for (int panel = 0; panel < kPanels; ++panel)
+      for (int part = 0; part < kCount; part += 64 * kPanel)
+        ptx::tma_load(ptx::shared_address(to[panel] + part), map, barrier, panel * kPanel, row + part / kPanel, h, b);
+  }
+  __device__ void run(Blocks blocks) const {
+    if (!blocks.any()) return;
+    const int h = blocks.head.h, b = blocks.head.b, head_kv = static_cast<int>(p.group.quotient(h));
+    const unsigned q_full = ptx::shared_address(&shared.q_full);
+    ptx::mbarrier_expect(q_full, sizeof(shared.q) + sizeof(shared.dout));
+    load_panels(shared.q, q, q_full, blocks.m * kRows, h, b);
+    ptx::RingPosition<K_STAGES> k_ring;
+    ptx::RingPosition<V_STAGES> v_ring;
+    for (bool first = true; blocks.any(); blocks.advance(), first = false) {
+      const unsigned k_full = ptx::shared_address(&shared.k_full[k_ring.slot]);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.k_empty[k_ring.slot]), k_ring.parity ^ 1);
+      ptx::mbarrier_expect(k_full, sizeof(shared.k[0]));
+      load_panels(shared.k[k_ring.slot], k, k_full, blocks.next * kKeys, head_kv, b);
+      k_ring.advance();
+      if (first) load_panels(shared.dout, dout, q_full, blocks.m * kRows, h, b);
+      const unsigned v_full = ptx::shared_address(&shared.v_full[v_ring.slot]);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.v_empty[v_ring.slot]), v_ring.parity ^ 1);
+      ptx::mbarrier_expect(v_full, sizeof(shared.v[0]));
+      load_panels(shared.v[v_ring.slot], v, v_full, blocks.next * kKeys, head_kv, b);
+      v_ring.advance();
+    }
+  }
+};
+
+struct Consumer {
+  const HopperBackwardParams& p;
+  Shared& shared;
+  const int warpgroup, warp, lane;
+  ptx::RingPosition<K_STAGES> k_ring;
+  ptx::RingPosition<V_STAGES> v_ring;
+
+  float s[kKeys / 2], dp[kKeys / 2];  // scores and dout . v of a step
+  unsigned ds[kKeys / 4];
+  float dq[HEAD_DIM / 2];
+  int row[2];  // the thread's, 8 apart
+  float minus_lse[2], minus_d[2];
+  bool large_lse;
+
+  __device__ static unsigned uniform(unsigned x) { return __shfl_sync(~0u, x, 0); }
+  __device__ void release(unsigned long long& empty) const {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
+  }
+
+  // to = rows * keys^T, of this warpgroup's rows.
+  template <int kPanels, int kRowCount, int kSlots, int kKeyCount>
+  __device__ void multiply_keys(float (&to)[kKeys / 2], const Element (&rows)[kPanels][kRowCount],
+                                const Element (&keys)[kSlots][kPanels][kKeyCount], unsigned slot) const {
+    const unsigned a = ptx::descriptor_low(ptx::shared_address(rows) + warpgroup * kOwnRows * 128, 16);
+    const unsigned b =
+        ptx::descriptor_low(ptx::shared_address(keys), 16) + (kSlots == 1 ? 0 : uniform(slot) * (sizeof(keys[0]) / 16));
+#pragma unroll
+    for (int n = 0; n < kPanels * 4; ++n) {
+      const unsigned long long left = ptx::descriptor(a + (n / 4) * (kRowPanelBytes / 16) + (n % 4) * 2);
+      const unsigned long long right = ptx::descriptor(b + (n / 4) * (kKeyPanelBytes / 16) + (n % 4) * 2);
+      if (n == 0) {
+        ptx::Wgmma<kKeys>::ss<0, 0>(to, left, right);
+      } else {
+        ptx::Wgmma<kKeys>::ss<1, 0>(to, left, right);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+  // dq += ds k
+  __device__ void multiply_ds(unsigned slot) {
+    const unsigned b =
+        ptx::descriptor_low(ptx::shared_address(shared.k), kKeyPanelBytes) + uniform(slot) * (sizeof(shared.k[0]) / 16);
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n)
+      ptx::Wgmma<HEAD_DIM>::rs<1, 1>(dq, ds[4 * n], ds[4 * n + 1], ds[4 * n + 2], ds[4 * n + 3],
+                                     ptx::descriptor(b + n * (16 * 128 / 16)));
+    ptx::wgmma_commit();
+  }
+
+  __device__ void load_statistics(const Head& head, int m) {
+    const int tile = m * kWarpgroups + warpgroup, r0 = 16 * warp + lane / 4;
+    large_lse = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row[r] = tile * kOwnRows + r0 + 8 * r;
+      minus_lse[r] = minus_infinity();
+      minus_d[r] = 0.0f;
+    }
+    if (tile >= static_cast<int>(p.query_tiles.divisor)) return;
+    const long long place =
+        (static_cast<long long>(head.b) * p.forward.heads_q.divisor + head.h) * p.query_tiles.divisor + tile;
+    const float* from = p.statistics + place * statistics_words(QUERIES);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const RowPair& pair = reinterpret_cast<const RowPair*>(from)[(r0 + 8 * r) / 2];
+      minus_lse[r] = pair.minus_lse[r0 & 1];
+      minus_d[r] = pair.minus_d[r0 & 1];
+    }
+    large_lse = from[2 * QUERIES] != 0.0f;
+  }
+
+  __device__ void finish_plain() {
+    const float scale = p.forward.scale * kLog2E;
+#pragma unroll
+    for (int e = 0; e < kKeys / 2; e += 2) {
+      const int r = e >> 1 & 1;
+      const float p0 = ptx::exp2(fmaf(s[e], scale, minus_lse[r])), p1 = ptx::exp2(fmaf(s[e + 1], scale, minus_lse[r]));
+      ds[e / 2] = pack_gradients((dp[e] + minus_d[r]) * p0, (dp[e + 1] + minus_d[r]) * p1);
+    }
+  }
+  __device__ void finish_any(const Blocks& blocks) {
+    const float slope = slope_of(p.forward, blocks.head);
+    const int j0 = blocks.next * kKeys + 2 * (lane & 3);
+#pragma unroll
+    for (int e = 0; e < kKeys / 2; e += 2) {
+      const int r = e >> 1 & 1, j = j0 + 8 * (e / 4);
+      const KeptPair kept_pair(p.forward, blocks.head, row[r], j, true);
+      float gradient[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float derivative;
+        const float probability =
+            probability_of(p.forward, blocks.head, slope, s[e + c], minus_lse[r], row[r], j + c, derivative);
+        gradient[c] = score_gradient(probability, dp[e + c], kept_pair.factor(p.forward, c), minus_d[r], derivative);
+      }
+      ds[e / 2] = pack_gradients(gradient[0], gradient[1]);
+    }
+  }
+
+  __device__ void run(Blocks blocks, const ptx::TensorMap& map) {
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM / 2; ++e) dq[e] = 0.0f;
+    load_statistics(blocks.head, blocks.m);
+    const bool any = blocks.any();
+    if (any) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.q_full), 0);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[0]), 0);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[0]), 0);
+      ptx::wgmma_fence();
+      multiply_keys(s, shared.q, shared.k, 0);
+      ptx::wgmma_fence();
+      multiply_keys(dp, shared.dout, shared.v, 0);
+      ptx::wgmma_wait<0>();
+      ptx::pin(s);
+      ptx::pin(dp);
+      release(shared.v_empty[0]);
+      v_ring.advance();
+      if (warpgroup == 1) ptx::barrier_arrive(kTurn, 256);
+    }
+#pragma unroll 1
+    while (blocks.any()) {
+      if (kOptions || large_lse || blocks.edge(row[0] - 16 * warp - lane / 4)) {
+        finish_any(blocks);
+      } else {
+        finish_plain();
+      }
+      const unsigned slot = k_ring.slot;
+      blocks.advance();
+      k_ring.advance();
+      const bool more = blocks.any();
+      // In the last step S and dp are made of anything, and dropped: products under conditions would be taken apart.
+      if (more) ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[k_ring.slot]), k_ring.parity);
+      ptx::barrier_sync(kTurn + warpgroup, 256);
+      ptx::wgmma_fence();
+      multiply_keys(s, shared.q, shared.k, k_ring.slot);
+      ptx::wgmma_fence();
+      multiply_ds(slot);
+      if (more) ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[v_ring.slot]), v_ring.parity);
+      ptx::wgmma_fence();
+      multiply_keys(dp, shared.dout, shared.v, v_ring.slot);
+      ptx::barrier_arrive(kTurn + 1 - warpgroup, 256);
+      ptx::wgmma_wait<1>();
+      ptx::pin(s);
+      ptx::pin(dq);
+      release(shared.k_empty[slot]);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dp);
+      if (more) release(shared.v_empty[v_ring.slot]);
+      v_ring.advance();
+    }
+    // This warpgroup's rows of q are not read any more.
+    ptx::barrier_sync(1 + warpgroup, 128);
+    store_rows<HEAD_DIM>(dq, p.forward.scale, shared.q, warpgroup * kOwnRows + 16 * warp,
+                         {blocks.head.b, blocks.head.h, blocks.m * kRows, p.forward.seqlen_q}, map, p.dq_rows);
+    if (lane == 0) ptx::tma_store_wait_read();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    hopper_backward_queries(const __grid_constant__ ptx::TensorMap q, const __grid_constant__ ptx::TensorMap k,
+                            const __grid_constant__ ptx::TensorMap v, const __grid_constant__ ptx::TensorMap dout,
+                            const __grid_constant__ ptx::TensorMap dq, const __grid_constant__ HopperBackwardParams p) {
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) {
+    const auto init = [](unsigned long long& barrier, int arrivals) {
+      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+    };
+    init(shared.q_full, 1);
+    for (int n = 0; n < K_STAGES; ++n) {
+      init(shared.k_full[n], 1);
+      init(shared.k_empty[n], kWarps);
+    }
+    for (int n = 0; n < V_STAGES; ++n) {
+      init(shared.v_full[n], 1);
+      init(shared.v_empty[n], kWarps);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  // Head after head, so that k and v stay in the L2 cache. Under a causal mask what takes longest comes first.
+  const unsigned tiles = (p.query_tiles.divisor + kWarpgroups - 1) / kWarpgroups, head = blockIdx.x / tiles;
+  const int b = static_cast<int>(p.forward.heads_q.quotient(head));
+  const Head query_head{static_cast<int>(head) - b * static_cast<int>(p.forward.heads_q.divisor), b};
+  const Blocks blocks(p, query_head, static_cast<int>(tiles - 1 - blockIdx.x % tiles));
+
+  const int warpgroup = __shfl_sync(~0u, thread / 128, 0);
+  if (warpgroup == kWarpgroups) {
+    ptx::give_registers<24>();
+    if (thread == 128 * kWarpgroups) Loader{p, q, k, v, dout, shared}.run(blocks);
+  } else {
+    ptx::take_registers<240>();
+    Consumer consumer{.p = p, .shared = shared, .warpgroup = warpgroup, .warp = (thread / 32) & 3, .lane = thread & 31};
+    consumer.run(blocks, dq);
+  }
+}
+
+}  // namespace headrace::cuda

@@ -1,0 +1,80 @@
+// What the options of attention say of one score, and which scores they leave visible: what every kernel asks.
+//
+// Constants of the compilation: FLOAT16 (the type of a bias that has the type of q), SOFTCAP, BIAS, MASK, BLOCK_MASK,
+// as in hopper_forward.cuh.
+#pragma once
+
+#define HEADRACE_INDEX int
+#include "describe/dropout.hpp"
+#include "element.cuh"
+#include "hopper_forward_params.hpp"
+#include "ptx/math.cuh"
+#include "tiling/tiling.hpp"
+
+namespace headrace::cuda {
+
+using Params = HopperForwardParams;
+
+// Query head h of sequence b.
+struct Head {
+  int h, b;
+};
+
+// To a relative 2^-22.
+__device__ inline float tanh_of(float x) {
+  const float square = x * x;
+  float ratio = fmaf(square, kTanhRatio[4], kTanhRatio[3]);
+  ratio = fmaf(square, ratio, kTanhRatio[2]);
+  ratio = fmaf(square, ratio, kTanhRatio[1]);
+  ratio = fmaf(square, ratio, kTanhRatio[0]);
+  const float far = fmaf(-2.0f, ptx::reciprocal(ptx::exp2(2.0f * kLog2E * fabsf(x)) + 1.0f), 1.0f);
+  return square < 0.25f ? x * ratio : copysignf(far, x);
+}
+
+// log2 of a positive normal number, to an absolute 2^-22 before its rounding: the instruction is as exact only near 1.
+__device__ inline float log2_of(float x) {
+  const int exponent = (__float_as_int(x) >> 23) - 127;
+  const float mantissa = __int_as_float(__float_as_int(x) - (exponent << 23));
+  return x - x == 0.0f ? static_cast<float>(exponent) + ptx::log2(mantissa) : x;
+}
+
+__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) & 31; }
+
+// Of ALiBi: how far a key lies behind a query.
+__device__ inline int distance(const Params& p, int i, int j) { return i + p.seqlen_k - p.seqlen_q - j; }
+
+// The bias of query i and key j, both inside the sequence.
+__device__ inline float bias_of(const Params& p, const Head& head, int i, int j) {
+  const long long at =
+      head.b * p.bias_strides.batch + head.h * p.bias_strides.head + i * p.bias_strides.row + j * p.bias_strides.key;
+  return BIAS == 2 ? static_cast<const float*>(p.bias)[at] : to_float(static_cast<const Element*>(p.bias)[at]);
+}
+
+// Whether block mask and mask show key j to query i.
+__device__ inline bool visible_by_data(const Params& p, const Head& head, int i, int j) {
+  if (i >= p.seqlen_q || j >= p.seqlen_k) return false;
+  if constexpr (BLOCK_MASK) {
+    const unsigned char* bits = p.block_mask + head.b * p.block_strides.batch + head.h * p.block_strides.head;
+    if (bits[p.block_q.quotient(i) * p.block_strides.row + p.block_k.quotient(j) * p.block_strides.key] == 0)
+      return false;
+  }
+  if constexpr (MASK) {
+    return p.mask[head.b * p.mask_strides.batch + head.h * p.mask_strides.head + i * p.mask_strides.row +
+                  j * p.mask_strides.key] != 0;
+  }
+  return true;
+}
+
+// What brings a product q . k to a score, or to the argument of a cap.
+__device__ inline float scale_of(const Params& p) { return SOFTCAP ? p.scale_over_softcap : p.scale; }
+
+__device__ inline Visibility visibility(const Params& p, const Head& head) {
+  Visibility vis{{p.band_lo, p.band_hi}, p.seqlen_q, p.seqlen_k, {}};
+  if constexpr (BLOCK_MASK) {
+    vis.blocks = {p.block_mask + head.b * p.block_strides.batch + head.h * p.block_strides.head, p.block_strides.row,
+                  p.block_strides.key, static_cast<int>(p.block_q.divisor), static_cast<int>(p.block_k.divisor)};
+  }
+  return vis;
+}
+
+}  // namespace headrace::cuda

@@ -1,0 +1,237 @@
+// Launches hopper_backward.cuh and backward_convert.cuh, or hopper_backward_keys.cuh and hopper_backward_queries.cuh:
+// the backward pass of 16-bit problems.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "cuda/driver/context.hpp"
+#include "cuda/driver/driver.hpp"
+#include "cuda/driver/module_cache.hpp"
+#include "cuda/launch/backward_pass.hpp"
+#include "cuda/launch/backward_source.hpp"
+#include "cuda/launch/forward_constants.hpp"
+#include "cuda/launch/forward_params.hpp"
+#include "cuda/launch/tma_input.hpp"
+#include "describe/tensor_view.hpp"
+
+namespace headrace::cuda {
+namespace {
+
+constexpr int rows_of_warp = 16, convert_threads = 256;
+
+// dq, dk or dv.
+struct Gradient {
+  RowsOfHeads rows;
+  hr_dtype dtype;
+  bool walkable;  // by TMA, which writes 16 bytes at a time, behind the end of a row too
+
+  Gradient(const RowsOfHeads& of, hr_dtype type)
+      : rows(of), dtype(type), walkable(of.size % 8 == 0 && tma_obstacle(of, type).empty()) {}
+  [[nodiscard]] GradientRows at(void* data) const {
+    return {.to = data,
+            .strides = by_row(rows.strides),
+            .columns = static_cast<int>(rows.size),
+            .by_tma = walkable && reinterpret_cast<std::uintptr_t>(data) % tma_alignment == 0};
+  }
+  // Where the kernel does not use it, any map will do.
+  [[nodiscard]] CUtensorMap map(const GradientRows& gradient, const CUtensorMap& any) const {
+    return gradient.by_tma != 0 ? make_tensor_map(rows, dtype, gradient.to, rows_of_warp) : any;
+  }
+};
+
+class HopperBackward final : public BackwardPass {
+ public:
+  HopperBackward(const Problem& p, int multiprocessors)
+      : BackwardPass(p, hopper_backward_tile(p).queries),
+        tile_(hopper_backward_tile(p)),
+        main_(hopper_backward_sources(p, tile_)),
+        convert_(backward_convert_source(p, tile_)),
+        multiprocessors_(multiprocessors),
+        key_tiles_(ceil_div(p.seqlen_k, tile_.keys)),
+        dq_({p.batch, p.seqlen_q, p.heads_q, p.head_dim, p.dq}, p.dtype),
+        dk_({p.batch, p.seqlen_k, p.heads_kv, p.head_dim, p.dk}, p.dtype),
+        dv_({p.batch, p.seqlen_k, p.heads_kv, p.value_dim, p.dv}, p.dtype) {
+    for (const KernelSource& source : main_) load_kernel(source);  // compiled now, if they must be
+    if (!tile_.two_passes()) load_kernel(convert_);
+    const auto input = [&](const char* name, std::int64_t rows, std::int64_t heads, std::int64_t size,
+                           const RowStrides& strides, bool aligned) {
+      inputs_.emplace_back(name, RowsOfHeads{p.batch, rows, heads, size, strides}, p.dtype, aligned, workspace_bytes_);
+    };
+    input("q", p.seqlen_q, p.heads_q, p.head_dim, p.q, p.q_aligned);
+    input("k", p.seqlen_k, p.heads_kv, p.head_dim, p.k, p.k_aligned);
+    input("v", p.seqlen_k, p.heads_kv, p.value_dim, p.v, p.v_aligned);
+    input("dout", p.seqlen_q, p.heads_q, p.value_dim, p.dout, p.dout_aligned);
+    if (tile_.two_passes()) return;
+    turns_offset_ = take(4 * (all_query_tiles() + 1));  // one more: the tickets
+    dq_offset_ = take(4 * dq_floats * all_query_tiles());
+  }
+
+  [[nodiscard]] KernelReport report() const override {
+    return {.name = tile_.two_passes() ? "cuda.hopper_backward_keys, _queries" : "cuda.hopper_backward",
+            .worker = "SM",
+            .tile_q = tile_.queries,
+            .tile_k = tile_.keys,
+            .splits = 1,
+            .tasks = key_blocks(),
+            .threads = static_cast<int>(std::min<std::int64_t>(key_blocks(), multiprocessors_)),
+            .available_threads = multiprocessors_,
+            .key_reuse = 1,
+            .fast_bytes = shared_bytes(),
+            .flops_per_byte = 206,  // H200: 990 TFLOP/s of bfloat16 against 4.8 TB/s
+            .notes = notes()};
+  }
+
+ protected:
+  void launch_gradients(const Buffers& buffers, std::byte* workspace) const override {
+    launch_main(buffers, workspace);
+    if (all_query_tiles() > 0 && !tile_.two_passes()) launch_convert(buffers, workspace);
+  }
+  [[nodiscard]] Zeroed zeroed(std::byte* workspace) const override {
+    if (tile_.two_passes()) return {};
+    return {.dq = accumulates_onto_zeros(problem_) ? dq_in(workspace) : nullptr,
+            .dq_floats = dq_floats,
+            .turns = turns_in(workspace),
+            .tickets = tickets_in(workspace)};
+  }
+
+ private:
+  static constexpr int dq_floats = 8192;  // of a query tile
+
+  [[nodiscard]] std::int64_t dq_blocks() const {
+    return ceil_div(query_tiles() * tile_.queries, HopperBackwardTile::query_rows) * problem_.batch * problem_.heads_q;
+  }
+  [[nodiscard]] std::int64_t key_blocks() const { return key_tiles_ * problem_.batch * problem_.heads_kv; }
+
+  [[nodiscard]] float* dq_in(std::byte* workspace) const { return reinterpret_cast<float*>(workspace + dq_offset_); }
+  [[nodiscard]] int* turns_in(std::byte* workspace) const { return reinterpret_cast<int*>(workspace + turns_offset_); }
+  [[nodiscard]] int* tickets_in(std::byte* workspace) const { return turns_in(workspace) + all_query_tiles(); }
+
+  // In which order key tiles are worked on, see Item in hopper_backward.cuh.
+  void set_order(HopperBackwardParams& params) const {
+    const Problem& p = problem_;
+    // A head's q, dout, dq. So many heads' leave room in 50 MiB of L2 cache for the keys.
+    constexpr std::int64_t room = std::int64_t{34} << 20, most_of_gang = (std::int64_t{1} << 31) - 1;
+    const std::int64_t of_head = p.seqlen_q * (6 * p.head_dim + 2 * p.value_dim), heads = p.batch * p.heads_kv;
+    const std::int64_t most_heads = std::clamp<std::int64_t>(room / std::max<std::int64_t>(of_head, 1), 1, heads);
+    const std::int64_t most_members =
+        std::clamp<std::int64_t>(most_of_gang / std::max<std::int64_t>(query_tiles(), 1), 1, multiprocessors_);
+    params.heads = static_cast<unsigned>(heads);
+    params.any_band = is_banded(p);
+    if (params.any_band != 0) {
+      // Bounded below only, the first key tiles are those that see few queries.
+      params.downwards = params.forward.band_hi >= p.seqlen_k - 1 && params.forward.band_lo > 1 - p.seqlen_q;
+      set_sections(params, most_heads, 1);
+      const std::int64_t sections = ceil_div(heads, most_heads);
+      const bool full = (sections - 1) * most_heads * key_tiles_ >= multiprocessors_;
+      params.turned_section = static_cast<unsigned>(full ? sections - 1 : sections);  // or none
+      return;
+    }
+    // What fills the device best; of equals, most heads, whose key tiles follow one another at the greatest distance.
+    std::int64_t filled = 0;
+    for (std::int64_t h = 1; h <= most_heads; ++h) {
+      const std::int64_t gangs =
+          std::max<std::int64_t>(ceil_div(key_tiles_ * h, multiprocessors_), ceil_div(key_tiles_, most_members));
+      const std::int64_t at_once = h * ceil_div(key_tiles_, gangs);
+      // Several sections work at the same time where they are small.
+      const std::int64_t busy = at_once * std::max<std::int64_t>(multiprocessors_ / at_once, 1);
+      if (busy < filled || at_once > multiprocessors_) continue;
+      filled = busy;
+      set_sections(params, h, gangs);
+    }
+  }
+  void set_sections(HopperBackwardParams& params, std::int64_t heads, std::int64_t gangs) const {
+    params.section_heads = static_cast<unsigned>(heads);
+    params.section_items = divisor(heads * key_tiles_);
+    params.gangs = static_cast<unsigned>(gangs);
+  }
+
+  void launch_main(const Buffers& buffers, std::byte* workspace) const {
+    const Problem& p = problem_;
+    HopperBackwardParams params{};
+    params.forward = forward_params_of(buffers);
+    set_pointers(params.forward, buffers);
+    params.statistics = statistics_in(workspace);
+    params.dq = dq_in(workspace);
+    params.turns = turns_in(workspace);
+    params.tickets = tickets_in(workspace);
+    params.dq_rows = dq_.at(buffers.dq);
+    params.dk = dk_.at(buffers.dk);
+    params.dv = dv_.at(buffers.dv);
+    params.key_tiles = static_cast<unsigned>(key_tiles_);
+    params.heads_kv = divisor(p.heads_kv);
+    params.group = divisor(p.group());
+    params.query_tiles = divisor(query_tiles());
+    if (key_blocks() > 0) set_order(params);
+
+    // Without queries or keys nothing of them is loaded, but a map needs memory behind it.
+    const auto map_of = [&](std::size_t input, const void* data, int box_rows) {
+      return inputs_[input].map(data, workspace, static_cast<CUstream>(buffers.stream), box_rows);
+    };
+    const bool any_q = all_query_tiles() > 0, any_k = key_blocks() > 0;
+    const int query_rows = tile_.queries;
+    CUtensorMap k = any_k ? map_of(1, buffers.k, tile_.keys) : map_of(0, buffers.q, query_rows);
+    CUtensorMap v = any_k ? map_of(2, buffers.v, tile_.keys) : k;
+    CUtensorMap q = any_q ? map_of(0, buffers.q, query_rows) : k;
+    CUtensorMap dout = any_q ? map_of(3, buffers.dout, query_rows) : k;
+    if (any_k) {
+      CUtensorMap dk = dk_.map(params.dk, k), dv = dv_.map(params.dv, k);
+      void* arguments[] = {&q, &k, &v, &dout, &dk, &dv, &params};
+      launch(load_kernel(main_[0]), static_cast<unsigned>(key_blocks()), HopperBackwardTile::threads, buffers.stream,
+             arguments);
+    }
+    if (any_q && tile_.two_passes()) {
+      CUtensorMap dq = dq_.map(params.dq_rows, q);
+      void* arguments[] = {&q, &k, &v, &dout, &dq, &params};
+      launch(load_kernel(main_[1]), static_cast<unsigned>(dq_blocks()), HopperBackwardTile::threads, buffers.stream,
+             arguments);
+    }
+  }
+
+  void launch_convert(const Buffers& buffers, std::byte* workspace) const {
+    const Problem& p = problem_;
+    BackwardConvertParams params{};
+    params.forward = forward_params_of(buffers);
+    params.dq = dq_in(workspace);
+    params.to = buffers.dq;
+    params.strides = by_row(p.dq);
+    params.vectors = rows_are_aligned(buffers.dq, p.dq);
+    params.head_dim = static_cast<int>(p.head_dim);
+    params.query_tiles = divisor(query_tiles());
+    params.heads_q = divisor(p.heads_q);
+    params.scale = static_cast<float>(p.scale);
+    void* arguments[] = {&params};
+    launch(load_kernel(convert_), static_cast<unsigned>(all_query_tiles()), convert_threads, buffers.stream, arguments);
+  }
+
+  [[nodiscard]] std::vector<std::string> notes() const {
+    std::vector<std::string> all;
+    for (const TmaInput& input : inputs_)
+      if (std::string note = input.note(); !note.empty()) all.push_back(std::move(note));
+    return all;
+  }
+
+  [[nodiscard]] std::size_t shared_bytes() const {
+    const Index columns = ceil_div(tile_.head_dim, 64) * 64 + ceil_div(tile_.value_dim, 64) * 64;
+    const Index loaded = columns * (tile_.keys + static_cast<Index>(tile_.stages) * tile_.queries);
+    const Index exchanged = 2 * static_cast<Index>(tile_.queries) * tile_.keys;
+    return static_cast<std::size_t>(2 * (loaded + exchanged) + (tile_.two_passes() ? 0 : 4 * dq_floats));
+  }
+
+  const HopperBackwardTile& tile_;
+  std::vector<KernelSource> main_;  // one, or two: keys, queries
+  KernelSource convert_;
+  int multiprocessors_;
+  std::int64_t key_tiles_;  // of a head
+  Gradient dq_, dk_, dv_;
+  std::vector<TmaInput> inputs_;  // q, k, v, dout
+  std::size_t dq_offset_ = 0, turns_offset_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Kernel> make_hopper_backward(const Problem& p, int multiprocessors) {
+  const ContextScope context(p.device_index);
+  return std::make_unique<HopperBackward>(p, multiprocessors);
+}
+
+}  // namespace headrace::cuda
