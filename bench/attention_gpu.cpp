@@ -101,7 +101,11 @@ struct Pool {
 class Contestant {
  public:
   Contestant(const Problem& problem, const Pool& pool, const Gpu& gpu, const GpuStream& stream)
-      : problem_(problem), pool_(pool), stream_(stream), slopes_(slopes(problem).bytes), forward_(call(gpu)) {
+      : problem_(problem),
+        pool_(pool),
+        stream_(stream),
+        slopes_(slopes(problem).bytes),
+        forward_(call(gpu), Pass::forward) {
     const Json report = Json::parse(forward_.plan().explain_json());
     flops_ = report["flops"].get<double>();
     tile_flops_ = report["tiles_visited"].get<double>() * report["tile_q"].get<double>() *
@@ -208,7 +212,7 @@ class Contestant {
   const Pool& pool_;
   const GpuStream& stream_;
   GpuMemory slopes_;
-  GpuForward forward_;
+  GpuPass forward_;
   std::unique_ptr<GpuGraph> graph_;
   double flops_ = 0.0, tile_flops_ = 0.0, error_ = 0.0;
   int launches_ = 1, turns_of_graph_ = 1;

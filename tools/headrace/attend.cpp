@@ -183,7 +183,7 @@ void run_on_gpu(const AttendFlags& flags, const Gpu& gpu, Tensors& tensors, Json
   Attention call = flags.options.attention();
   on_gpu.bind(call, gpu, stream);
   report["device"] = gpu.name();
-  const GpuForward pass(call);
+  const GpuPass pass(call, Pass::forward);
   pass();
   report["seconds"]["forward"] = stream.seconds_of([&] { pass(); });
   if (flags.backward) {

@@ -69,8 +69,6 @@ void validate(const BenchFlags& flags) {
   if (std::ranges::any_of(flags.lengths, [](std::int64_t n) { return n < 1 || n > (std::int64_t{1} << 24); }))
     throw UsageError("--lengths must be from 1 to 16777216");
   if (flags.threads < 0 || flags.threads > 1024) throw UsageError("--threads must be from 1 to 1024");
-  if (flags.backward && parse_device(flags.device))
-    throw UsageError("--backward: on a GPU there is only the forward pass so far");
   if (flags.repeats < 0) throw UsageError("--repeats must be at least 1");
 }
 

@@ -269,7 +269,8 @@ Json run_on_gpu(const Contest& contest, const Gpu& gpu) {
   Attention call;
   call.causal = contest.shape.causal ? Causal::bottom_right : Causal::none;
   on_gpu.bind(call, gpu, stream);
-  const GpuForward pass(call);
+  GpuPass(call, Pass::forward)();  // leaves what the backward pass reads
+  const GpuPass pass(call, contest.backward ? Pass::backward : Pass::forward);
   const Json plan = Json::parse(pass.plan().explain_json());
   pass();
   constexpr double shortest_round = 0.02;
@@ -284,7 +285,8 @@ Json run_on_gpu(const Contest& contest, const Gpu& gpu) {
     seconds.push_back(total / runs);
     spent += total;
   }
-  on_gpu.read("out", tensors.at("out"));
+  for (const char* name : {"out", "dq"})
+    if (tensors.contains(name)) on_gpu.read(name, tensors.at(name));
   return {{"seqlen", contest.shape.seqlen},
           {"headrace",
            {{"seconds", median(seconds)},

@@ -117,9 +117,9 @@ void GpuTensors::bind(Attention& attention, const Gpu& gpu, const GpuStream& str
   attention.stream = stream.get();
 }
 
-GpuForward::GpuForward(const Attention& attention)
-    : attention_(attention), plan_(attention, Pass::forward), workspace_(plan_.workspace_bytes()) {}
+GpuPass::GpuPass(const Attention& attention, Pass pass)
+    : attention_(attention), plan_(attention, pass), workspace_(plan_.workspace_bytes()) {}
 
-void GpuForward::operator()() const { plan_.execute(attention_, {workspace_.data(), plan_.workspace_bytes()}); }
+void GpuPass::operator()() const { plan_.execute(attention_, {workspace_.data(), plan_.workspace_bytes()}); }
 
 }  // namespace headrace::tool

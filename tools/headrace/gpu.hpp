@@ -91,10 +91,10 @@ class GpuTensors {
   std::map<std::string, GpuMemory> memory_;
 };
 
-// A plan of the forward pass with its workspace, to be executed on tensors of the device.
-class GpuForward {
+// A plan of a pass with its workspace, to be executed on tensors of the device.
+class GpuPass {
  public:
-  explicit GpuForward(const Attention& attention);
+  GpuPass(const Attention& attention, Pass pass);
   void operator()() const;
   [[nodiscard]] const Plan& plan() const { return plan_; }
 
