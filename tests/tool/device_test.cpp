@@ -75,7 +75,6 @@ TEST_F(FakeDevice, RefusesWhatItCannotDo) {
                "--device: is gpu; it must be cpu, cuda or cuda:N");
   expect_error({"attend", input(), "--check", "--device", "cuda", "--dtype", "float64"}, exit_failure,
                "q: dtype is float64; on CUDA it must be");
-  expect_error({"bench", "--device", "cuda", "--backward"}, exit_usage, "--backward: on a GPU there is only");
 }
 
 // Nothing computes there, so that zeros come back; but they do come back.

@@ -34,7 +34,6 @@ bool rows_are_aligned(const void* data, const RowStrides& s) {
 
 BackwardPass::BackwardPass(const Problem& p, int queries)
     : CudaKernel(p),
-      queries_(queries),
       query_tiles_(ceil_div(p.seqlen_q, queries)),
       statistics_(backward_statistics_source(p, queries)),
       sinks_(backward_sinks_source(queries)),

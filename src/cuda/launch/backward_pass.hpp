@@ -48,7 +48,6 @@ class BackwardPass : public CudaKernel {
   void launch_sinks(const Buffers& buffers, std::byte* workspace) const;
   void launch_bias(const Buffers& buffers, std::byte* workspace) const;
 
-  int queries_;
   std::int64_t query_tiles_;
   KernelSource statistics_, sinks_, bias_;
   std::size_t statistics_offset_;

@@ -34,7 +34,7 @@ class GradientBackward final : public BackwardPass {
             .threads = static_cast<int>(std::min<std::int64_t>(tiles, multiprocessors_)),
             .available_threads = multiprocessors_,
             .key_reuse = 1,
-            .fast_bytes = 2 * 64 * 36 * 4,
+            .fast_bytes = std::size_t{2} * 64 * 36 * 4,
             .flops_per_byte = 17,  // H200: a sixth of 495 TFLOP/s of tf32 against 4.8 TB/s
             .notes = {"float32 is computed as six products of tf32; dq, dk and dv are made one after another, each "
                       "with scores of its own"}};

@@ -63,7 +63,7 @@ class HopperBackward final : public BackwardPass {
     input("dout", p.seqlen_q, p.heads_q, p.value_dim, p.dout, p.dout_aligned);
     if (tile_.two_passes()) return;
     turns_offset_ = take(4 * (all_query_tiles() + 1));  // one more: the tickets
-    dq_offset_ = take(4 * dq_floats * all_query_tiles());
+    dq_offset_ = take(std::int64_t{4} * dq_floats * all_query_tiles());
   }
 
   [[nodiscard]] KernelReport report() const override {
