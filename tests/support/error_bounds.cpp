@@ -27,6 +27,8 @@ double underflow(DType dtype) {
       return 0x1p-1021;
     case DType::float16:
       return 0x1p-25;
+    case DType::bfloat16:
+      return 0x1p-121;  // products of pairs flush their operands too, of which a sum has many
     default:
       return 0x1p-125;
   }
