@@ -37,6 +37,7 @@ set(kernel_files
   backward_statistics.cuh
   backward_convert.cuh
   backward_gradient.cuh
+  backward_pipeline.cuh
   backward_scores.cuh
   backward_steps.cuh
   backward_store.cuh

@@ -26,6 +26,7 @@
 #else
 #define HEADRACE_MMA_TYPE "bf16"
 #endif
+#include "backward_pipeline.cuh"
 #include "backward_scores.cuh"
 #include "backward_steps.cuh"
 #include "backward_store.cuh"
@@ -39,8 +40,6 @@
 
 namespace headrace::cuda {
 
-constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kWarps = 4 * kWarpgroups;
-constexpr int kHeadPanels = (HEAD_DIM + kPanel - 1) / kPanel, kValuePanels = (VALUE_DIM + kPanel - 1) / kPanel;
 constexpr int kOwnKeys = 64;  // of a warpgroup
 constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
 // A warpgroup's half of dq of a step, 64 x 64: rows where there are 128, else columns.
@@ -50,8 +49,6 @@ constexpr int kHalfFloats = 64 * 64;
 constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
 constexpr int kSenders = 3;  // of dq
 constexpr int kTurn = 4;     // barriers kTurn, kTurn + 1: the warpgroups' turns
-// Every element is worked on, not just those of tiles at the edges.
-constexpr bool kOptions = kFinalScores || MASK || DROPOUT;
 
 struct alignas(1024) Shared {
   Element k[kHeadPanels][kKeys * kPanel];
@@ -140,18 +137,12 @@ struct Loader {
   const ptx::TensorMap &q, &k, &v, &dout;
   Shared& shared;
 
-  template <int kPanels, int kCount>
-  __device__ void load_panels(Element (&to)[kPanels][kCount], const ptx::TensorMap& map, unsigned barrier, int row,
-                              int h, int b) {
-    for (int panel = 0; panel < kPanels; ++panel)
-      ptx::tma_load(ptx::shared_address(to[panel]), map, barrier, panel * kPanel, row, h, b);
-  }
   __device__ void load_step(const Steps& steps, int slot) {
     const unsigned barrier = ptx::shared_address(&shared.q_full[slot]);
     const Head head = steps.query_head();
     ptx::mbarrier_expect(barrier, sizeof(shared.q[0]) + sizeof(shared.dout[0]) + kStatisticsBytes);
-    load_panels(shared.q[slot], q, barrier, steps.m * kQueries, head.h, head.b);
-    load_panels(shared.dout[slot], dout, barrier, steps.m * kQueries, head.h, head.b);
+    load_panels<kQueries>(shared.q[slot], q, barrier, steps.m * kQueries, head.h, head.b);
+    load_panels<kQueries>(shared.dout[slot], dout, barrier, steps.m * kQueries, head.h, head.b);
     ptx::bulk_load(ptx::shared_address(shared.statistics[slot]), p.statistics + steps.place() * (kStatisticsBytes / 4),
                    kStatisticsBytes, barrier);
   }
@@ -160,10 +151,10 @@ struct Loader {
     if (!steps.any()) return;
     const unsigned k_full = ptx::shared_address(&shared.k_full), v_full = ptx::shared_address(&shared.v_full);
     ptx::mbarrier_expect(k_full, sizeof(shared.k));
-    load_panels(shared.k, k, k_full, item.n * kKeys, item.h, item.b);
+    load_panels<kKeys>(shared.k, k, k_full, item.n * kKeys, item.h, item.b);
     load_step(steps, 0);
     ptx::mbarrier_expect(v_full, sizeof(shared.v));
-    load_panels(shared.v, v, v_full, item.n * kKeys, item.h, item.b);
+    load_panels<kKeys>(shared.v, v, v_full, item.n * kKeys, item.h, item.b);
     ptx::RingPosition<STAGES> ring;
     ring.advance();
     for (steps.advance(); steps.any(); steps.advance()) {
@@ -322,7 +313,6 @@ struct Consumer {
       }
     }
   }
-  __device__ static unsigned uniform(unsigned x) { return __shfl_sync(~0u, x, 0); }
 
   // -- scores to p and ds --
 
@@ -560,19 +550,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
-    const auto init = [](unsigned long long& barrier, int arrivals) {
-      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
-    };
-    init(shared.k_full, 1);
-    init(shared.v_full, 1);
+    init_barrier(shared.k_full, 1);
+    init_barrier(shared.v_full, 1);
     for (int n = 0; n < STAGES; ++n) {
-      init(shared.q_full[n], 1);
-      init(shared.q_empty[n], kWarps);
+      init_barrier(shared.q_full[n], 1);
+      init_barrier(shared.q_empty[n], kWarps);
     }
     for (int n = 0; n < 2; ++n) {
-      init(shared.ds_full[n], kWarps);
-      for (int sender = 0; sender < kSenders; ++sender) init(shared.dq_full[n][sender], 4);
-      init(shared.dq_empty[n], 1);
+      init_barrier(shared.ds_full[n], kWarps);
+      for (int sender = 0; sender < kSenders; ++sender) init_barrier(shared.dq_full[n][sender], 4);
+      init_barrier(shared.dq_empty[n], 1);
     }
     ptx::mbarrier_init_fence();
     // Without queries there are no turns, and nothing set the tickets to 0.

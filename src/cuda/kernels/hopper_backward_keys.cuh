@@ -16,6 +16,7 @@
 #else
 #define HEADRACE_MMA_TYPE "bf16"
 #endif
+#include "backward_pipeline.cuh"
 #include "backward_scores.cuh"
 #include "backward_steps.cuh"
 #include "backward_store.cuh"
@@ -29,14 +30,11 @@
 namespace headrace::cuda {
 
 static_assert(KEYS == 64 && QUERIES == 64);
-constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kWarps = 4 * kWarpgroups;
-constexpr int kHeadPanels = HEAD_DIM / kPanel, kValuePanels = VALUE_DIM / kPanel;
 constexpr int kPanelBytes = 64 * 128;
 constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
 // Barriers by which p is handed over: its two places are full, are empty.
 constexpr int kFull = 1, kEmpty = 3;
 constexpr int kTurn = 5;  // barriers kTurn, kTurn + 1: the warpgroups' turns on the tensor cores
-constexpr bool kOptions = kFinalScores || MASK || DROPOUT;
 
 struct alignas(1024) Shared {
   Element k[kHeadPanels][kKeys * kPanel];
@@ -57,17 +55,11 @@ struct Loader {
   const ptx::TensorMap &q, &k, &v, &dout;
   Shared& shared;
 
-  template <int kPanels, int kCount>
-  __device__ static void load_panels(Element (&to)[kPanels][kCount], const ptx::TensorMap& map, unsigned barrier,
-                                     int row, int h, int b) {
-    for (int panel = 0; panel < kPanels; ++panel)
-      ptx::tma_load(ptx::shared_address(to[panel]), map, barrier, panel * kPanel, row, h, b);
-  }
   __device__ void load_q(const Steps& steps, int slot) const {
     const unsigned barrier = ptx::shared_address(&shared.q_full[slot]);
     const Head head = steps.query_head();
     ptx::mbarrier_expect(barrier, sizeof(shared.q[0]) + kStatisticsBytes);
-    load_panels(shared.q[slot], q, barrier, steps.m * kQueries, head.h, head.b);
+    load_panels<64>(shared.q[slot], q, barrier, steps.m * kQueries, head.h, head.b);
     ptx::bulk_load(ptx::shared_address(shared.statistics[slot]), p.statistics + steps.place() * (kStatisticsBytes / 4),
                    kStatisticsBytes, barrier);
   }
@@ -75,17 +67,17 @@ struct Loader {
     const unsigned barrier = ptx::shared_address(&shared.dout_full[slot]);
     const Head head = steps.query_head();
     ptx::mbarrier_expect(barrier, sizeof(shared.dout[0]));
-    load_panels(shared.dout[slot], dout, barrier, steps.m * kQueries, head.h, head.b);
+    load_panels<64>(shared.dout[slot], dout, barrier, steps.m * kQueries, head.h, head.b);
   }
   __device__ void run(const KeyTile& tile) const {
     Steps steps(p, tile);
     if (!steps.any()) return;
     const unsigned k_full = ptx::shared_address(&shared.k_full), v_full = ptx::shared_address(&shared.v_full);
     ptx::mbarrier_expect(k_full, sizeof(shared.k));
-    load_panels(shared.k, k, k_full, tile.n * kKeys, tile.h, tile.b);
+    load_panels<64>(shared.k, k, k_full, tile.n * kKeys, tile.h, tile.b);
     load_q(steps, 0);
     ptx::mbarrier_expect(v_full, sizeof(shared.v));
-    load_panels(shared.v, v, v_full, tile.n * kKeys, tile.h, tile.b);
+    load_panels<64>(shared.v, v, v_full, tile.n * kKeys, tile.h, tile.b);
     load_dout(steps, 0);
     ptx::RingPosition<STAGES> ring;
     ring.advance();
@@ -111,7 +103,6 @@ struct Consumer {
 
   __device__ int thread() const { return warp * 32 + lane; }
   __device__ int key(int r) const { return tile.n * kKeys + 16 * warp + lane / 4 + 8 * r; }
-  __device__ static unsigned uniform(unsigned x) { return __shfl_sync(~0u, x, 0); }
 
   // s = keys * rows^T, over kPanels panels of columns.
   template <int kPanels, int kCount>
@@ -373,16 +364,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
-    const auto init = [](unsigned long long& barrier, int arrivals) {
-      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
-    };
-    init(shared.k_full, 1);
-    init(shared.v_full, 1);
+    init_barrier(shared.k_full, 1);
+    init_barrier(shared.v_full, 1);
     for (int n = 0; n < STAGES; ++n) {
-      init(shared.q_full[n], 1);
-      init(shared.q_empty[n], kWarps);
-      init(shared.dout_full[n], 1);
-      init(shared.dout_empty[n], kWarps);
+      init_barrier(shared.q_full[n], 1);
+      init_barrier(shared.q_empty[n], kWarps);
+      init_barrier(shared.dout_full[n], 1);
+      init_barrier(shared.dout_empty[n], kWarps);
     }
     ptx::mbarrier_init_fence();
   }

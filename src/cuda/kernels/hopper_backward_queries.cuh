@@ -15,6 +15,7 @@
 #else
 #define HEADRACE_MMA_TYPE "bf16"
 #endif
+#include "backward_pipeline.cuh"
 #include "backward_scores.cuh"
 #include "backward_store.cuh"
 #include "hopper_backward_params.hpp"
@@ -28,12 +29,9 @@
 namespace headrace::cuda {
 
 static_assert(KEYS == 64 && QUERIES == 64);
-constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kWarps = 4 * kWarpgroups;
 constexpr int kKeys = KEYS, kOwnRows = 64, kRows = kWarpgroups * kOwnRows;
-constexpr int kHeadPanels = HEAD_DIM / kPanel, kValuePanels = VALUE_DIM / kPanel;
 constexpr int kRowPanelBytes = kRows * 128, kKeyPanelBytes = kKeys * 128;
 constexpr int kTurn = 3;  // barriers kTurn, kTurn + 1: the warpgroups' turns on the tensor cores
-constexpr bool kOptions = kFinalScores || MASK || DROPOUT;
 
 struct alignas(1024) Shared {
   Element q[kHeadPanels][kRows * kPanel];
@@ -86,33 +84,25 @@ struct Loader {
   const ptx::TensorMap &q, &k, &v, &dout;
   Shared& shared;
 
-  // In boxes of 64 rows.
-  template <int kPanels, int kCount>
-  __device__ static void load_panels(Element (&to)[kPanels][kCount], const ptx::TensorMap& map, unsigned barrier,
-                                     int row, int h, int b) {
-    for (int panel = 0; panel < kPanels; ++panel)
-      for (int part = 0; part < kCount; part += 64 * kPanel)
-        ptx::tma_load(ptx::shared_address(to[panel] + part), map, barrier, panel * kPanel, row + part / kPanel, h, b);
-  }
   __device__ void run(Blocks blocks) const {
     if (!blocks.any()) return;
     const int h = blocks.head.h, b = blocks.head.b, head_kv = static_cast<int>(p.group.quotient(h));
     const unsigned q_full = ptx::shared_address(&shared.q_full);
     ptx::mbarrier_expect(q_full, sizeof(shared.q) + sizeof(shared.dout));
-    load_panels(shared.q, q, q_full, blocks.m * kRows, h, b);
+    load_panels<64>(shared.q, q, q_full, blocks.m * kRows, h, b);
     ptx::RingPosition<K_STAGES> k_ring;
     ptx::RingPosition<V_STAGES> v_ring;
     for (bool first = true; blocks.any(); blocks.advance(), first = false) {
       const unsigned k_full = ptx::shared_address(&shared.k_full[k_ring.slot]);
       ptx::mbarrier_wait(ptx::shared_address(&shared.k_empty[k_ring.slot]), k_ring.parity ^ 1);
       ptx::mbarrier_expect(k_full, sizeof(shared.k[0]));
-      load_panels(shared.k[k_ring.slot], k, k_full, blocks.next * kKeys, head_kv, b);
+      load_panels<64>(shared.k[k_ring.slot], k, k_full, blocks.next * kKeys, head_kv, b);
       k_ring.advance();
-      if (first) load_panels(shared.dout, dout, q_full, blocks.m * kRows, h, b);
+      if (first) load_panels<64>(shared.dout, dout, q_full, blocks.m * kRows, h, b);
       const unsigned v_full = ptx::shared_address(&shared.v_full[v_ring.slot]);
       ptx::mbarrier_wait(ptx::shared_address(&shared.v_empty[v_ring.slot]), v_ring.parity ^ 1);
       ptx::mbarrier_expect(v_full, sizeof(shared.v[0]));
-      load_panels(shared.v[v_ring.slot], v, v_full, blocks.next * kKeys, head_kv, b);
+      load_panels<64>(shared.v[v_ring.slot], v, v_full, blocks.next * kKeys, head_kv, b);
       v_ring.advance();
     }
   }
@@ -132,7 +122,6 @@ struct Consumer {
   float minus_lse[2], minus_d[2];
   bool large_lse;
 
-  __device__ static unsigned uniform(unsigned x) { return __shfl_sync(~0u, x, 0); }
   __device__ void release(unsigned long long& empty) const {
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
   }
@@ -284,17 +273,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
-    const auto init = [](unsigned long long& barrier, int arrivals) {
-      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
-    };
-    init(shared.q_full, 1);
+    init_barrier(shared.q_full, 1);
     for (int n = 0; n < K_STAGES; ++n) {
-      init(shared.k_full[n], 1);
-      init(shared.k_empty[n], kWarps);
+      init_barrier(shared.k_full[n], 1);
+      init_barrier(shared.k_empty[n], kWarps);
     }
     for (int n = 0; n < V_STAGES; ++n) {
-      init(shared.v_full[n], 1);
-      init(shared.v_empty[n], kWarps);
+      init_barrier(shared.v_full[n], 1);
+      init_barrier(shared.v_empty[n], kWarps);
     }
     ptx::mbarrier_init_fence();
   }
