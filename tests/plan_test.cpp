@@ -124,7 +124,7 @@ TEST(Explain, CountsMatchEveryElement) {
     const std::uint8_t* blocks = p.has_block_mask ? d.blocks.data() : nullptr;
     const Index tile_q = rng.pick<Index>({1, 3, 8, 16, 64}), tile_k = rng.pick<Index>({1, 5, 8, 32, 1000});
     const TileCounts expected = count_elements(p, blocks, tile_q, tile_k);
-    const TileCounts found = count_tiles(p, blocks, tile_q, tile_k);
+    const TileCounts found = count_tiles(p, blocks, tile_q, tile_k, 1 << 30);
     ASSERT_TRUE(found.exact);
     ASSERT_EQ(found.total, expected.total);
     ASSERT_EQ(found.visited, expected.visited);
