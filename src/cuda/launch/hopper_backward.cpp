@@ -127,8 +127,9 @@ class HopperBackward final : public BackwardPass {
       return;
     }
     // What fills the device best; of equals, most heads, whose key tiles follow one another at the greatest distance.
+    // More heads than multiprocessors never fit.
     std::int64_t filled = 0;
-    for (std::int64_t h = 1; h <= most_heads; ++h) {
+    for (std::int64_t h = 1; h <= std::min<std::int64_t>(most_heads, multiprocessors_); ++h) {
       const std::int64_t gangs =
           std::max<std::int64_t>(ceil_div(key_tiles_ * h, multiprocessors_), ceil_div(key_tiles_, most_members));
       const std::int64_t at_once = h * ceil_div(key_tiles_, gangs);
@@ -149,7 +150,6 @@ class HopperBackward final : public BackwardPass {
     const Problem& p = problem_;
     HopperBackwardParams params{};
     params.forward = forward_params_of(buffers);
-    set_pointers(params.forward, buffers);
     params.statistics = statistics_in(workspace);
     params.dq = dq_in(workspace);
     params.turns = turns_in(workspace);
