@@ -178,14 +178,17 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
 
     Args:
         out_a, out_b: `[batch, seqlen_q, heads, value_dim]` T. lse_a, lse_b: `[batch, heads, seqlen_q]` float32
-            (float64 where T is). Any strides, on the CPU.
+            (float64 where T is). Any strides. PyTorch tensors may be on a GPU, and those that require gradients get
+            them.
 
     Returns:
         (out, lse). Where one lse is -inf the other side comes back bit for bit; both -inf give (0, -inf).
     """
     arrays = arrays_of("out_a", out_a)
-    if arrays.device:
-        raise NotImplementedError("out_a: is on a CUDA device; merge_states works on the CPU alone")
+    if arrays.device or _requires_grad(out_a, lse_a, out_b, lse_b):
+        from .torch._merge import merge_states as merge_tensors
+
+        return merge_tensors(out_a, lse_a, out_b, lse_b)
     size = _abi.TENSOR.size
     buffer = bytearray(6 * size)
     inputs = (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
@@ -298,9 +301,13 @@ def backward(
 
 
 def _wants_gradients(q: Any, k: Any, v: Any, options: Any) -> bool:
-    if isinstance(q, np.ndarray):
+    return _requires_grad(q, k, v, options.get("bias"), options.get("sinks"))
+
+
+def _requires_grad(first: Any, *others: Any) -> bool:
+    if isinstance(first, np.ndarray):
         return False
-    for array in (q, k, v, options.get("bias"), options.get("sinks")):
+    for array in (first, *others):
         if getattr(array, "requires_grad", False):
             return sys.modules["torch"].is_grad_enabled()
     return False

@@ -1,4 +1,4 @@
-"""Headrace in JAX: attention as an operation of XLA, on the CPU.
+"""Headrace in JAX: attention as an operation of XLA, on the CPU and on NVIDIA GPUs.
 
     from headrace.jax import attention
     out = jax.jit(attention, static_argnames="causal")(q, k, v, causal=True)   # [batch, seqlen, heads, dim]
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["attention", "attention_varlen"]
 
 _library = ctypes.CDLL(str(Path(__file__).with_name("libheadrace_jax.so")))
-for _name in ("headrace_jax_forward", "headrace_jax_backward"):
-    jax.ffi.register_ffi_target(_name, jax.ffi.pycapsule(getattr(_library, _name)), platform="cpu")
+for _platform in ("cpu", "cuda"):
+    for _name in ("headrace_jax_forward", "headrace_jax_backward"):
+        _handler = getattr(_library, f"{_name}_{_platform}")
+        jax.ffi.register_ffi_target(_name, jax.ffi.pycapsule(_handler), platform=_platform.replace("cuda", "CUDA"))
 
 
 class _Static(NamedTuple):

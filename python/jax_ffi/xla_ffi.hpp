@@ -46,12 +46,23 @@ struct ErrorCreateArgs {
   ErrorCode code;
 };
 
+struct StreamGetArgs {
+  std::size_t struct_size;
+  Extension* extensions;
+  void* context;
+  void* stream;  // on a GPU a CUstream
+};
+
 struct Api {
   std::size_t struct_size;
   Extension* extensions;
   ApiVersion api_version;
   const void* internal;
   Error* (*error_create)(ErrorCreateArgs*);
+  void (*error_get_message)();  // what is not called is not declared further
+  void (*error_destroy)();
+  Error* (*handler_register)();
+  Error* (*stream_get)(StreamGetArgs*);
 };
 
 struct Buffer {

@@ -12,7 +12,7 @@ import torch
 import headrace as hr
 from conftest import SCALE
 from headrace._call import use_backend
-from problems import assert_close, draw
+from problems import DTYPES, assert_close, draw
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -128,6 +128,47 @@ def test_merged_halves_are_the_whole(rng):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     for got, want in zip(hr.merge_states(*map(torch.from_numpy, (*a, *b))), whole):
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_merging_tensors_has_gradients_and_the_guarantees(rng):
+    def state(dtype=torch.float64):
+        out, lse = torch.from_numpy(rng.standard_normal((2, 5, 3, 4))), torch.from_numpy(rng.standard_normal((2, 3, 5)))
+        return out.to(dtype).requires_grad_(), lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+    a, b = state(), state()
+    assert torch.autograd.gradcheck(lambda *x: hr.merge_states(*x), [x.detach().requires_grad_() for x in (*a, *b)])
+    for dtype, tolerance in DTYPES.items():
+        (out_a, lse_a), (out_b, lse_b) = state(dtype), state(dtype)
+        lse_a[0, 0], lse_b[0, :2] = -torch.inf, -torch.inf
+        with torch.no_grad():
+            out_b[0, :, 0] = torch.nan  # no key, so nothing
+            want_out, want_lse = hr.merge_states(out_a, lse_a, out_b, lse_b)  # the library's
+        out, lse = hr.merge_states(out_a, lse_a, out_b, lse_b)
+        assert_close("out", out, want_out, tolerance), assert_close("lse", lse, want_lse, tolerance)
+        assert torch.equal(out[0, :, 1], out_a[0, :, 1]) and torch.equal(lse[0, 1], lse_a[0, 1])
+        out.sum().backward()
+        assert torch.isfinite(out_a.grad).all() and (out_b.grad[0, :, :2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "error, argument, change",
+    [
+        (TypeError, "out_a", lambda x: (x.int(), x[..., 0], x, x[..., 0])),
+        (ValueError, "out_a", lambda x: (x[0], x[..., 0], x, x[..., 0])),
+        (TypeError, "lse_a", lambda x: (x, x[..., 0].half(), x, x[..., 0])),
+        (ValueError, "lse_a", lambda x: (x, x[..., :2, 0], x, x[..., 0])),
+        (TypeError, "out_b", lambda x: (x, x[..., 0], x.half(), x[..., 0])),
+        (TypeError, "lse_b", lambda x: (x, x[..., 0], x, x[..., 0].double())),
+        (TypeError, "lse_b", lambda x: (x, x[..., 0], x, x[..., 0].numpy())),
+        (ValueError, "lse_b", lambda x: (x, x[..., 0], x, x[..., 0].to("meta"))),
+    ],
+)
+def test_errors_of_merging_tensors(error, argument, change):
+    x = torch.ones(1, 3, 3, 3)
+    for tensors in (change(x), [x.requires_grad_(i == 0 and x.is_floating_point()) if isinstance(x, torch.Tensor) else x
+                               for i, x in enumerate(change(x.clone()))]):
+        with pytest.raises(error, match=f"^{argument}: "):
+            hr.merge_states(*tensors)
 
 
 def test_dropout_mask():
