@@ -99,23 +99,29 @@ void same_tensor(const char* name, const hr_tensor& t, const hr_tensor& planned)
     throw Failure(HR_ERROR_VALUE, fmt::format("{}: shape is {}, but the plan was made for {}; make a new plan", name,
                                               shape_text(t), shape_text(planned)));
   for (int i = 0; i < t.ndim; ++i) {
-    if (stride_of(t, i) != stride_of(planned, i))
+    if (t.stride[i] != planned.stride[i] && stride_of(t, i) != stride_of(planned, i))
       throw Failure(HR_ERROR_VALUE, fmt::format("{}: stride {} is {}, but the plan was made for {}; make a new plan",
                                                 name, i, t.stride[i], planned.stride[i]));
   }
 }
 
 void outputs_apart(const hr_attention& a, Pass pass) {
-  for (std::size_t i = 0; i < fields.size(); ++i) {
-    const Field& output = fields[i];
-    if (!output.written(pass) || !output.used(pass) || !is_present(a.*output.tensor)) continue;
-    for (std::size_t j = 0; j < fields.size(); ++j) {
-      const Field& other = fields[j];
-      if (i == j || !other.used(pass) || other.role == Role::metadata || !is_present(a.*other.tensor)) continue;
-      if (share_memory(a.*output.tensor, a.*other.tensor))
+  struct Used {
+    const Field* field;
+    Span span;
+  };
+  std::array<Used, fields.size()> used;
+  std::size_t count = 0;
+  for (const Field& field : fields) {
+    if (field.used(pass) && field.role != Role::metadata && is_present(a.*field.tensor))
+      used[count++] = {&field, Span(a.*field.tensor)};
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!used[i].field->written(pass)) continue;
+    for (std::size_t j = 0; j < count; ++j)
+      if (i != j && used[i].span.shares_memory_with(used[j].span))
         throw Failure(HR_ERROR_VALUE, fmt::format("{}: shares memory with {}; an output must have memory of its own",
-                                                  output.name, other.name));
-    }
+                                                  used[i].field->name, used[j].field->name));
   }
 }
 

@@ -56,28 +56,6 @@ struct Steps {
   [[nodiscard]] int before(int at) const { return order[static_cast<std::size_t>(at - 1)]; }
 };
 
-// The bytes from the lowest to behind the highest element of a non-empty tensor.
-struct Span {
-  std::uintptr_t begin = 0, end = 0;
-  bool gapless = false;  // every byte is known to belong to an element
-
-  explicit Span(const hr_tensor& tensor) {
-    const std::int64_t size = dtype_size(tensor.dtype);
-    std::int64_t below = 0, above = size, distinct = size;
-    for (int i = 0; i < tensor.ndim; ++i) {
-      const std::int64_t reach = (tensor.shape[i] - 1) * stride_of(tensor, i) * size;
-      (reach < 0 ? below : above) += reach;
-      if (stride_of(tensor, i) != 0) distinct *= tensor.shape[i];
-    }
-    const auto data = reinterpret_cast<std::uintptr_t>(tensor.data);
-    begin = data + static_cast<std::uintptr_t>(below);
-    end = data + static_cast<std::uintptr_t>(above);
-    gapless = distinct == above - below && Steps(tensor).first_overlap(tensor) < 0;
-  }
-
-  [[nodiscard]] bool covers(std::uintptr_t address) const { return gapless && begin <= address && address < end; }
-};
-
 }  // namespace
 
 std::string dtype_name(std::int32_t dtype) {
@@ -199,13 +177,36 @@ void check_data(std::string_view name, const hr_tensor& tensor) {
                                               fmt::ptr(tensor.data), dtype_name(tensor.dtype), size));
 }
 
-bool share_memory(const hr_tensor& a, const hr_tensor& b) {
-  if (is_empty(a) || is_empty(b)) return false;
-  if (a.data == b.data) return true;
-  const Span span_a(a), span_b(b);
-  const auto first = [](const hr_tensor& t) { return reinterpret_cast<std::uintptr_t>(t.data); };
-  return span_a.covers(span_b.begin) || span_a.covers(span_b.end - 1) || span_a.covers(first(b)) ||
-         span_b.covers(span_a.begin) || span_b.covers(span_a.end - 1) || span_b.covers(first(a));
+Span::Span(const hr_tensor& tensor) : tensor_(&tensor) {
+  if (is_empty(tensor)) return;
+  const std::int64_t size = dtype_size(tensor.dtype);
+  std::int64_t below = 0, above = size;
+  for (int i = 0; i < tensor.ndim; ++i) {
+    if (tensor.shape[i] == 1) continue;
+    const std::int64_t reach = (tensor.shape[i] - 1) * tensor.stride[i] * size;
+    (reach < 0 ? below : above) += reach;
+  }
+  const auto data = reinterpret_cast<std::uintptr_t>(tensor.data);
+  begin_ = data + static_cast<std::uintptr_t>(below);
+  end_ = data + static_cast<std::uintptr_t>(above);
+}
+
+bool Span::gapless() const {
+  std::int64_t distinct = dtype_size(tensor_->dtype);
+  for (int i = 0; i < tensor_->ndim; ++i)
+    if (stride_of(*tensor_, i) != 0) distinct *= tensor_->shape[i];
+  return static_cast<std::uintptr_t>(distinct) == end_ - begin_ && Steps(*tensor_).first_overlap(*tensor_) < 0;
+}
+
+bool Span::covers(const Span& ends_of) const {
+  const auto inside = [&](std::uintptr_t address) { return begin_ <= address && address < end_; };
+  return (inside(ends_of.begin_) || inside(ends_of.end_ - 1) ||
+          inside(reinterpret_cast<std::uintptr_t>(ends_of.tensor_->data))) &&
+         gapless();
+}
+
+bool Span::shares_element_with(const Span& other) const {
+  return tensor_->data == other.tensor_->data || covers(other) || other.covers(*this);
 }
 
 }  // namespace headrace

@@ -44,9 +44,28 @@ void check_output(std::string_view name, const hr_tensor& tensor);
 // Throws unless data can be used: not null (unless the tensor is empty) and aligned to an element.
 void check_data(std::string_view name, const hr_tensor& tensor);
 
-// True where two tensors are sure to share an element: same first element, or one of them fills its span without a gap
-// and the other has its first, lowest or highest element there. Interleaved tensors (q, k and v of one packed
-// projection) are apart although their spans cross.
-bool share_memory(const hr_tensor& a, const hr_tensor& b);
+// The bytes from a tensor's lowest to behind its highest element; none of a tensor without elements. Refers to the
+// tensor.
+class Span {
+ public:
+  Span() = default;
+  explicit Span(const hr_tensor& tensor);
+  // True where two tensors are sure to share an element: same first element, or one of them fills its span without a
+  // gap and the other has its first, lowest or highest element there. Interleaved tensors (q, k and v of one packed
+  // projection) are apart although their spans cross.
+  [[nodiscard]] bool shares_memory_with(const Span& other) const {
+    return begin_ < other.end_ && other.begin_ < end_ && shares_element_with(other);
+  }
+
+ private:
+  [[nodiscard]] bool shares_element_with(const Span& other) const;  // of spans that cross
+  [[nodiscard]] bool gapless() const;                               // every byte is known to belong to an element
+  [[nodiscard]] bool covers(const Span& ends_of) const;
+
+  const hr_tensor* tensor_ = nullptr;
+  std::uintptr_t begin_ = 0, end_ = 0;
+};
+
+inline bool share_memory(const hr_tensor& a, const hr_tensor& b) { return Span(a).shares_memory_with(Span(b)); }
 
 }  // namespace headrace
