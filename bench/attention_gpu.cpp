@@ -1,5 +1,6 @@
-// The forward pass on a GPU against itself: what a call costs the host, how long kernels take over a grid of shapes and
-// at short sequences, and what each option costs. Other libraries are measured by attention_gpu_peers.py.
+// The library on a GPU against itself: what a call of either pass costs the host, how long kernels of the forward pass
+// take over a grid of shapes and at short sequences, and what each option costs. Other libraries are measured by
+// attention_gpu_peers.py.
 //
 // Times are the device's. Contestants take turns of 60 ms, long enough for the clock to settle at what the contestant's
 // own power allows; the median of the turns is kept, with the spread between the quartiles. Kernels shorter than 0.2 ms
@@ -267,44 +268,21 @@ class Bench {
 
   // Host time of asynchronous calls on tensors so small that the device keeps up.
   Json overhead() {
-    constexpr int batches = 100, calls = 100;  // a stream takes about 1000 launches before a call waits
-    const auto measure = [&](const std::function<void()>& call) {
-      for (int n = 0; n < calls; ++n) call();
-      std::vector<double> seconds;
-      for (int batch = 0; batch < batches; ++batch) {
-        stream_.synchronize();
-        seconds.push_back(seconds_of([&] {
-                            for (int n = 0; n < calls; ++n) call();
-                          }) /
-                          calls);
-      }
-      stream_.synchronize();
-      return 1e6 * median(seconds);
-    };
     Json result = Json::object();
     for (const std::int64_t dim : {64, 60}) {  // rows of 60 elements are copied to the workspace first
       NormalSource source(7);
       Tensors tensors;
-      for (const char* name : {"q", "k", "v"}) tensors[name] = normal_array(DType::bfloat16, {1, 64, 1, dim}, source);
-      tensors["out"] = Array(DType::bfloat16, {1, 64, 1, dim});
+      for (const char* name : {"q", "k", "v", "dout"})
+        tensors[name] = normal_array(DType::bfloat16, {1, 64, 1, dim}, source);
+      for (const char* name : {"out", "dq", "dk", "dv"}) tensors[name] = Array(DType::bfloat16, {1, 64, 1, dim});
+      tensors["lse"] = Array(DType::float32, {1, 1, 64});
       const GpuTensors on_gpu(tensors);
       Attention call;
       on_gpu.bind(call, gpu_, stream_);
-      const hr_attention c = call.c();
-      const auto succeed = [](hr_status status) {
-        if (status != HR_OK) throw std::runtime_error(hr_last_error());
-      };
-      hr_plan* created = nullptr;
-      succeed(hr_plan_create(&c, HR_FORWARD, &created));
-      const std::unique_ptr<hr_plan, decltype(&hr_plan_destroy)> plan(created, hr_plan_destroy);
-      const std::size_t bytes = hr_plan_workspace_bytes(created);
-      const GpuMemory workspace(bytes);
-      const std::string suffix = dim == 64 ? "" : "_with_copies";
-      result["planned" + suffix + "_us"] =
-          measure([&] { succeed(hr_plan_execute(created, &c, workspace.data(), bytes)); });
-      result["unplanned" + suffix + "_us"] = measure([&] { succeed(hr_forward(&c)); });
+      for (const Pass pass : {Pass::forward, Pass::backward})
+        add_overhead(call, pass, dim == 64 ? "" : "_with_copies", result);
     }
-    for (const auto& [name, us] : result.items()) fmt::print("host: {:30} {:6.2f}\n", name, us.get<double>());
+    for (const auto& [name, us] : result.items()) fmt::print("host: {:34} {:6.2f}\n", name, us.get<double>());
     return result;
   }
 
@@ -316,6 +294,46 @@ class Bench {
   }
 
  private:
+  // Microseconds of a call with a plan, with a plan whose tensors lie elsewhere each time, and without one.
+  void add_overhead(const Attention& call, Pass pass, const std::string& suffix, Json& result) {
+    const bool backward = pass == Pass::backward;
+    const std::string name = backward ? "backward_" : "";
+    const auto succeed = [](hr_status status) {
+      if (status != HR_OK) throw std::runtime_error(hr_last_error());
+    };
+    const hr_attention c = call.c();
+    hr_plan* created = nullptr;
+    succeed(hr_plan_create(&c, backward ? HR_BACKWARD : HR_FORWARD, &created));
+    const std::unique_ptr<hr_plan, decltype(&hr_plan_destroy)> plan(created, hr_plan_destroy);
+    const std::size_t bytes = hr_plan_workspace_bytes(created);
+    const GpuMemory workspace(bytes);
+    const auto planned = [&](const hr_attention& a) { succeed(hr_plan_execute(created, &a, workspace.data(), bytes)); };
+    // The inputs have one shape: in turn each is read where the other lies.
+    hr_attention other = c;
+    std::swap(other.q.data, other.k.data);
+    std::swap(other.v.data, other.dout.data);
+    int calls = 0;
+    result[name + "planned" + suffix + "_us"] = host_us([&] { planned(c); });
+    result[name + "planned_elsewhere" + suffix + "_us"] = host_us([&] { planned(calls++ % 2 == 0 ? other : c); });
+    result[name + "unplanned" + suffix + "_us"] =
+        host_us([&] { succeed(backward ? hr_backward(&c) : hr_forward(&c)); });
+  }
+
+  double host_us(const std::function<void()>& call) {
+    constexpr int batches = 100, calls = 100;  // a stream takes about 1000 launches before a call waits
+    for (int n = 0; n < calls; ++n) call();
+    std::vector<double> seconds;
+    for (int batch = 0; batch < batches; ++batch) {
+      stream_.synchronize();
+      seconds.push_back(seconds_of([&] {
+                          for (int n = 0; n < calls; ++n) call();
+                        }) /
+                        calls);
+    }
+    stream_.synchronize();
+    return 1e6 * median(seconds);
+  }
+
   static void keep_busy(const Contestant& contestant, double seconds) {
     using Clock = std::chrono::steady_clock;
     const Clock::time_point end =
@@ -408,7 +426,7 @@ void run(const Flags& flags) {
     for (Json& cell : bench.race(problems)) result[table].push_back(std::move(cell));
   };
   if (wanted("overhead")) result["overhead"] = bench.overhead();
-  bench.warm_up();
+  if (flags.tables != std::vector<std::string>{"overhead"}) bench.warm_up();
   if (wanted("short"))
     for (const std::int64_t dim : {64, 128})
       for (const bool causal : {false, true})
@@ -431,7 +449,10 @@ void run(const Flags& flags) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Measure the forward pass on a GPU: host overhead, kernel times, what options cost.", "attention_gpu");
+  CLI::App app(
+      "Measure the library on a GPU: host overhead of both passes, kernel times of the forward pass, what options "
+      "cost.",
+      "attention_gpu");
   Flags flags;
   app.add_option("OUTPUT", flags.output, "The JSON file to write")->required();
   app.add_option("--commit", flags.commit, "Of the library, for the record");

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <string>
+#include <vector>
 
 #include "cuda/driver/abi.hpp"
 #include "cuda/kernels/pack_rows_params.hpp"
@@ -12,8 +13,10 @@ namespace headrace::cuda {
 
 struct FakeLaunch {
   CUlaunchConfig config;
+  CUfunction function;
   std::string kernel;
-  PackRowsParams packed;  // of pack_rows
+  PackRowsParams packed;          // of pack_rows
+  std::vector<CUdeviceptr> maps;  // the addresses of its tensor maps
 };
 
 template <typename Function, typename... Arguments>
@@ -38,8 +41,12 @@ inline FakeLaunch launch(int n = 0) {
   ask_fake_driver<void(int, FakeLaunch*)>("fake_launch", n, &result);
   return result;
 }
-// The address of the tensor map that was encoded n-th before the last.
-inline CUdeviceptr map(int n = 0) { return ask_fake_driver<CUdeviceptr(int)>("fake_map", n); }
+// The functions of the driver that this thread has called since it last asked.
+inline std::vector<std::string> take_calls() {
+  std::vector<std::string> calls;
+  ask_fake_driver<void(std::vector<std::string>*)>("fake_take_calls", &calls);
+  return calls;
+}
 
 }  // namespace fake
 }  // namespace headrace::cuda

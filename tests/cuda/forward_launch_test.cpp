@@ -223,11 +223,11 @@ TEST_F(ForwardLaunch, CopiesRowsOf32Bits) {
   std::size_t bytes = 0;
   // The last row comes first.
   const cuda::RowsOfHeads view{batch, rows, heads, size, {rows * heads * size, -heads * size, size}};
-  const cuda::TmaInput input("k", view, HR_FLOAT32, true, bytes);
+  const cuda::TmaInput input("k", view, HR_FLOAT32, 64, true, bytes);
   ASSERT_EQ(bytes, 4 * to.size());
   const GpuWorkspace workspace(bytes);
   const CUdeviceptr last_row = source.address() + 4 * (rows - 1) * heads * size;
-  static_cast<void>(input.map(reinterpret_cast<void*>(last_row), workspace.span().data(), stream.get(), 64));
+  static_cast<void>(input.map(reinterpret_cast<void*>(last_row), workspace.span().data(), stream.get(), scope));
   stream.synchronize("a copy");
   EXPECT_EQ(workspace.judge(), "");
   check(driver().cuMemcpyDtoH(to.data(), reinterpret_cast<CUdeviceptr>(workspace.span().data()), bytes),

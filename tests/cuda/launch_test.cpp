@@ -6,7 +6,10 @@
 #include <cstdlib>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda/driver/driver.hpp"
@@ -21,6 +24,8 @@ namespace headrace::cuda {
 namespace {
 
 using fake::launches;
+using testing::Contains;
+using testing::ElementsAre;
 using testing::EndsWith;
 using testing::StartsWith;
 
@@ -175,8 +180,11 @@ class DeviceMemory {
 class DeviceCall {
  public:
   explicit DeviceCall(hr_dtype dtype = HR_BFLOAT16) : a(valid_call(dtype)) {
+    a.dout = a.dq = a.out;
+    a.dk = a.dv = a.k;
     for (hr_tensor hr_attention::*member :
-         {&hr_attention::q, &hr_attention::k, &hr_attention::v, &hr_attention::out, &hr_attention::lse})
+         {&hr_attention::q, &hr_attention::k, &hr_attention::v, &hr_attention::out, &hr_attention::lse,
+          &hr_attention::dout, &hr_attention::dq, &hr_attention::dk, &hr_attention::dv})
       (a.*member).data = memory_.emplace_back(std::size_t{1} << 16).data();
   }
   DeviceCall(const DeviceCall&) = delete;
@@ -277,25 +285,25 @@ TEST_F(LaunchOfKernels, RefuseMemoryOfTheHost) {
 TEST_F(LaunchOfKernels, CopyWhatTmaCannotWalk) {
   struct Case {
     const char* name;
-    int map;  // of q, k, v: 3, 2 and 1 before the last, that of out
+    std::size_t map;
     std::int64_t rows, heads;
     std::function<void(hr_attention&)> change;
     const char* note;
   };
   constexpr std::size_t of_q = 2 * 40 * 4 * 64 * 2, of_k = 2 * 50 * 2 * 64 * 2;
   for (const Case& c :
-       {Case{"q", 3, 40, 4, [](hr_attention& a) { a.q.stride[1] = 260; },
+       {Case{"q", 0, 40, 4, [](hr_attention& a) { a.q.stride[1] = 260; },
              "q is copied to the workspace first: the stride of its seqlen is 260 elements, not a multiple of 8 from 0 "
              "to 2^39"},
-        Case{"k", 2, 50, 2, [](hr_attention& a) { a.k.stride[2] = -64; },
+        Case{"k", 1, 50, 2, [](hr_attention& a) { a.k.stride[2] = -64; },
              "k is copied to the workspace first: the stride of its heads is -64 elements, not a multiple of 8 from 0 "
              "to "
              "2^39"},
         Case{
-            "v", 1, 50, 2, [](hr_attention& a) { a.v.stride[0] = std::int64_t{1} << 39; },
+            "v", 2, 50, 2, [](hr_attention& a) { a.v.stride[0] = std::int64_t{1} << 39; },
             "v is copied to the workspace first: the stride of its batch is 549755813888 elements, not a multiple of 8 "
             "from 0 to 2^39"},
-        Case{"k", 2, 50, 2, [](hr_attention& a) { a.k.data = static_cast<std::byte*>(a.k.data) + 2; },
+        Case{"k", 1, 50, 2, [](hr_attention& a) { a.k.data = static_cast<std::byte*>(a.k.data) + 2; },
              "k is copied to the workspace first: its data is not aligned to 16 bytes"}}) {
     SCOPED_TRACE(c.note);
     DeviceCall call;
@@ -328,7 +336,7 @@ TEST_F(LaunchOfKernels, CopyWhatTmaCannotWalk) {
     EXPECT_EQ(p.size, 64);
     EXPECT_EQ(p.pitch, 64);
     EXPECT_GE(copy.config.gridDimX * (copy.config.blockDimX / 32) * p.rows_of_warp, p.all) << "rows are left out";
-    EXPECT_EQ(fake::map(c.map), reinterpret_cast<CUdeviceptr>(workspace.data()));
+    EXPECT_EQ(fake::launch(0).maps.at(c.map), reinterpret_cast<CUdeviceptr>(workspace.data()));
     hr_plan_destroy(plan);
   }
 }
@@ -404,6 +412,118 @@ TEST_F(LaunchOfKernels, ExecuteOnDataAsAlignedAsPlanned) {
     EXPECT_THAT(hr_last_error(), EndsWith(", which is not memory of CUDA device 0"));
     hr_plan_destroy(plan);
   }
+}
+
+// The driver calls of a planned execution, whose every microsecond counts.
+class DriverCalls : public LaunchOfKernels {
+ protected:
+  ~DriverCalls() override {
+    hr_plan_destroy(plan_);
+    CUcontext popped = nullptr;
+    driver().cuCtxPopCurrent(&popped);
+  }
+  // Plans the call in a context that stays current.
+  void plan(hr_pass pass) {
+    check(driver().cuCtxPushCurrent(fake::new_context(0)), "cuCtxPushCurrent");
+    ASSERT_EQ(hr_plan_create(&call_.a, pass, &plan_), HR_OK) << hr_last_error();
+    workspace_.emplace(hr_plan_workspace_bytes(plan_) + 1);
+  }
+  std::vector<std::string> calls_of_execution() {
+    fake::take_calls();
+    EXPECT_EQ(hr_plan_execute(plan_, &call_.a, workspace_->data(), hr_plan_workspace_bytes(plan_)), HR_OK)
+        << hr_last_error();
+    return fake::take_calls();
+  }
+
+  DeviceCall call_;
+  hr_plan* plan_ = nullptr;
+  std::optional<DeviceMemory> workspace_;
+};
+
+TEST_F(DriverCalls, OfForwardAreThree) {
+  plan(HR_FORWARD);
+  EXPECT_THAT(calls_of_execution(), Contains("cuTensorMapEncodeTiled").Times(4));
+  for (int time = 0; time < 2; ++time)
+    EXPECT_THAT(calls_of_execution(), ElementsAre("cuCtxGetCurrent", "cuCtxGetId", "cuLaunchKernelEx"));
+}
+
+TEST_F(DriverCalls, OfBackwardAreFive) {
+  plan(HR_BACKWARD);
+  EXPECT_THAT(calls_of_execution(), Contains("cuTensorMapEncodeTiled").Times(6));
+  for (int time = 0; time < 2; ++time)
+    EXPECT_THAT(calls_of_execution(), ElementsAre("cuCtxGetCurrent", "cuCtxGetId", "cuLaunchKernelEx",
+                                                  "cuLaunchKernelEx", "cuLaunchKernelEx"));
+  EXPECT_EQ(fake::launch(1).kernel, "hopper_backward");
+}
+
+// Only what has moved is looked at again, and its map gets the new address.
+TEST_F(DriverCalls, OfOtherMemoryAreTwoMoreForEachBuffer) {
+  plan(HR_FORWARD);
+  calls_of_execution();
+  const DeviceMemory k(std::size_t{1} << 16), lse(std::size_t{1} << 16);
+  const void* const first = std::exchange(call_.a.k.data, k.data());
+  call_.a.lse.data = lse.data();
+  const auto addresses = [&] {
+    std::vector<CUdeviceptr> all;
+    for (const hr_tensor* t : {&call_.a.q, &call_.a.k, &call_.a.v, &call_.a.out})
+      all.push_back(reinterpret_cast<CUdeviceptr>(t->data));
+    return all;
+  };
+  EXPECT_THAT(calls_of_execution(),
+              ElementsAre("cuCtxGetCurrent", "cuCtxGetId", "cuPointerGetAttribute", "cuPointerGetAttribute",
+                          "cuTensorMapReplaceAddress", "cuLaunchKernelEx"));
+  EXPECT_EQ(fake::launch().maps, addresses());
+  call_.a.k.data = const_cast<void*>(first);
+  EXPECT_THAT(calls_of_execution(),
+              ElementsAre("cuCtxGetCurrent", "cuCtxGetId", "cuPointerGetAttribute", "cuLaunchKernelEx"));
+  EXPECT_EQ(fake::launch().maps, addresses());
+}
+
+// A kernel belongs to a context: in another one the plan loads it anew, and finds it there from then on.
+TEST_F(DriverCalls, OfAnotherContextLaunchItsKernel) {
+  plan(HR_FORWARD);
+  calls_of_execution();
+  const CUfunction first = fake::launch().function;
+  check(driver().cuCtxPushCurrent(fake::new_context(0)), "cuCtxPushCurrent");
+  calls_of_execution();
+  const CUfunction second = fake::launch().function;
+  EXPECT_NE(second, first);
+  EXPECT_THAT(calls_of_execution(), ElementsAre("cuCtxGetCurrent", "cuCtxGetId", "cuLaunchKernelEx"));
+  EXPECT_EQ(fake::launch().function, second);
+  CUcontext popped = nullptr;
+  check(driver().cuCtxPopCurrent(&popped), "cuCtxPopCurrent");
+  calls_of_execution();
+  EXPECT_EQ(fake::launch().function, first);
+}
+
+// One plan in many threads, each on memory of its own: every launch has its own addresses.
+TEST_F(LaunchOfKernels, ShareAPlanAmongThreads) {
+  constexpr int threads = 4, times = 200;
+  DeviceCall planned;
+  planned.a.lse.ndim = 0;
+  hr_plan* plan = nullptr;
+  ASSERT_EQ(hr_plan_create(&planned.a, HR_FORWARD, &plan), HR_OK) << hr_last_error();
+  const int before = launches();
+  std::deque<DeviceCall> calls;
+  std::vector<std::thread> workers;
+  for (int t = 0; t < threads; ++t) {
+    DeviceCall& call = calls.emplace_back();
+    call.a.lse.ndim = 0;
+    workers.emplace_back([&call, plan] {
+      call.a.stream = &call;  // tells the launches of this thread
+      for (int n = 0; n < times; ++n) EXPECT_EQ(hr_plan_execute(plan, &call.a, nullptr, 0), HR_OK) << hr_last_error();
+    });
+  }
+  for (std::thread& worker : workers) worker.join();
+  ASSERT_EQ(launches(), before + threads * times);
+  for (int n = 0; n < threads * times; ++n) {
+    const FakeLaunch launch = fake::launch(n);
+    const hr_attention& a = reinterpret_cast<const DeviceCall*>(launch.config.hStream)->a;
+    std::vector<CUdeviceptr> own;
+    for (const hr_tensor* t : {&a.q, &a.k, &a.v, &a.out}) own.push_back(reinterpret_cast<CUdeviceptr>(t->data));
+    ASSERT_EQ(launch.maps, own);
+  }
+  hr_plan_destroy(plan);
 }
 
 // A plan belongs to its device.

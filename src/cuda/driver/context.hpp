@@ -5,17 +5,25 @@
 
 namespace headrace::cuda {
 
+using ContextId = unsigned long long;
+// Of the calling thread's current context; 0, which is no context's, if there is none.
+ContextId current_context_id();
+
 // Makes a context of a device current for its lifetime. If the caller's current context belongs to that device it
 // stays (it may not be the primary one); else the device's primary context, the one that CUDA's runtime and PyTorch
-// use, is pushed and popped again. Calls nothing that a stream capture forbids.
+// use, is pushed and popped again. Calls nothing that a stream capture forbids, and where the context stays, two of the
+// driver's functions.
 class ContextScope {
  public:
   explicit ContextScope(int ordinal);
   ~ContextScope();
   ContextScope(const ContextScope&) = delete;
   ContextScope& operator=(const ContextScope&) = delete;
+  // The number of the context that is current now; no other context of the process ever has the same.
+  [[nodiscard]] ContextId id() const { return id_; }
 
  private:
+  ContextId id_ = 0;
   bool pushed_ = false;
 };
 

@@ -70,7 +70,8 @@ namespace headrace::cuda {
     (CUtensorMap * map, CUtensorMapDataType type, std::uint32_t rank, void* address, const std::uint64_t* sizes,       \
      const std::uint64_t* strides, const std::uint32_t* box, const std::uint32_t* element_strides,                     \
      CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,                   \
-     CUtensorMapFloatOOBfill fill))
+     CUtensorMapFloatOOBfill fill))                                                                                    \
+  X(cuTensorMapReplaceAddress, "cuTensorMapReplaceAddress", (CUtensorMap * map, void* address))
 
 struct Driver {
 // A name and a list of parameters have no parentheses of their own. NOLINTNEXTLINE(bugprone-macro-parentheses)

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -10,7 +9,6 @@
 #include <shared_mutex>
 #include <unordered_map>
 
-#include "cuda/driver/context.hpp"
 #include "cuda/driver/cubin.hpp"
 #include "cuda/driver/devices.hpp"
 #include "cuda/driver/disk_cache.hpp"
@@ -108,12 +106,12 @@ LoadedKernel load(const KernelSource& source) {
 // One kernel in one context. The number of a context is never used again, so what belongs to one that was destroyed
 // is never found again either.
 struct Key {
-  unsigned long long context;
+  ContextId context;
   KernelSource source;
 };
 
 struct KeyView {  // the same without copies: a hit allocates nothing
-  unsigned long long context;
+  ContextId context;
   const KernelSource& source;
 };
 
@@ -149,7 +147,7 @@ struct Slot {
 
 class ModuleCache {
  public:
-  Slot& slot(unsigned long long context, const KernelSource& source) {
+  Slot& slot(ContextId context, const KernelSource& source) {
     {
       const std::shared_lock lock(mutex_);
       const auto found = slots_.find(KeyView{context, source});
@@ -172,17 +170,14 @@ ModuleCache& module_cache() {
 }  // namespace
 
 const LoadedKernel& load_kernel(const KernelSource& source) {
-  CUcontext context = nullptr;
-  check(driver().cuCtxGetCurrent(&context), "cuCtxGetCurrent");
-  if (context == nullptr) throw Failure(HR_ERROR_RUNTIME, "GPU: the thread has no current CUDA context");
-  unsigned long long id = 0;
-  check(driver().cuCtxGetId(context, &id), "cuCtxGetId");
-
-  Slot& slot = module_cache().slot(id, source);
+  const ContextId context = current_context_id();
+  if (context == 0) throw Failure(HR_ERROR_RUNTIME, "GPU: the thread has no current CUDA context");
+  Slot& slot = module_cache().slot(context, source);
   if (!slot.ready.load(std::memory_order_acquire)) {
     const std::lock_guard lock(slot.mutex);
     if (!slot.ready.load(std::memory_order_relaxed)) {
       slot.kernel = load(source);
+      slot.kernel.context = context;
       slot.ready.store(true, std::memory_order_release);
     }
   }

@@ -36,8 +36,6 @@ BackwardPass::BackwardPass(const Problem& p, int queries)
     : CudaKernel(p),
       query_tiles_(ceil_div(p.seqlen_q, queries)),
       statistics_(backward_statistics_source(p, queries)),
-      sinks_(backward_sinks_source(queries)),
-      bias_(backward_gradient_source(p, BackwardTarget::bias, queries)),
       statistics_offset_(take(all_query_tiles() * 4 * statistics_words(queries))) {
   check_size(p);
   constexpr std::int64_t limit = std::int64_t{1} << 30;
@@ -46,9 +44,11 @@ BackwardPass::BackwardPass(const Problem& p, int queries)
         fmt::format("k: batch {} x heads {} x seqlen_k {} has too many tiles for the backward pass on CUDA; "
                     "the number of tiles of 64 must be below 2^30",
                     p.batch, p.heads_kv, p.seqlen_k));
-  load_kernel(statistics_);
-  if (p.need_dsinks) load_kernel(sinks_);
-  if (p.need_dbias) load_kernel(bias_);
+  options_ = forward_params(p, {.query_tiles = query_tiles_, .paired = false, .value_chunks = 1, .most_blocks = 1});
+  statistics_.load();
+  plan_statistics();
+  if (p.need_dsinks) sinks_.emplace(backward_sinks_source(queries)).load();
+  if (p.need_dbias) plan_bias(queries);
 }
 
 std::size_t BackwardPass::take(std::int64_t bytes) {
@@ -62,51 +62,49 @@ float* BackwardPass::statistics_in(std::byte* workspace) const {
   return reinterpret_cast<float*>(workspace + statistics_offset_);
 }
 
-HopperForwardParams BackwardPass::forward_params_of(const Buffers& buffers) const {
-  HopperForwardParams params =
-      forward_params(problem_, {.query_tiles = query_tiles_, .paired = false, .value_chunks = 1, .most_blocks = 1});
-  set_pointers(params, buffers);
-  return params;
-}
-
 void BackwardPass::execute(const Buffers& buffers, std::byte* workspace) const {
   const Problem& p = problem_;
   const ContextScope context(p.device_index);
   check_pointers(buffers, workspace);
-  if (all_query_tiles() > 0) launch_statistics(buffers, workspace);
-  if (all_query_tiles() > 0 || p.batch * p.heads_kv * p.seqlen_k > 0) launch_gradients(buffers, workspace);
-  if (p.need_dsinks && p.heads_q > 0) launch_sinks(buffers, workspace);
-  if (p.need_dbias) launch_bias(buffers, workspace);
+  if (all_query_tiles() > 0) launch_statistics(buffers, workspace, context);
+  if (all_query_tiles() > 0 || p.batch * p.heads_kv * p.seqlen_k > 0) launch_gradients(buffers, workspace, context);
+  if (p.need_dsinks && p.heads_q > 0) launch_sinks(buffers, workspace, context);
+  if (bias_blocks_ > 0) launch_bias(buffers, workspace, context);
 }
 
-void BackwardPass::launch_statistics(const Buffers& buffers, std::byte* workspace) const {
+void BackwardPass::plan_statistics() {
+  const Problem& p = problem_;
+  BackwardStatisticsParams& params = statistics_params_;
+  params.out_strides = by_row(p.out);
+  params.dout_strides = by_row(p.dout);
+  params.lse_strides = by_head(p.lse);
+  params.dlse_strides = by_head(p.dlse);
+  params.seqlen_q = static_cast<int>(p.seqlen_q);
+  params.value_dim = static_cast<int>(p.value_dim);
+  params.query_tiles = divisor(query_tiles_);
+  params.heads_q = divisor(p.heads_q);
+  params.lse_factor = natural_units(p) ? 1.0f : log2_e;
+}
+
+void BackwardPass::launch_statistics(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const {
   const Problem& p = problem_;
   const Zeroed zeros = zeroed(workspace);
-  BackwardStatisticsParams params{
-      .out = buffers.out,
-      .dout = buffers.dout,
-      .out_strides = by_row(p.out),
-      .dout_strides = by_row(p.dout),
-      .lse = static_cast<const float*>(buffers.lse),
-      .dlse = static_cast<const float*>(buffers.dlse),
-      .lse_strides = by_head(p.lse),
-      .dlse_strides = by_head(p.dlse),
-      .vectors = rows_are_aligned(buffers.out, p.out) && rows_are_aligned(buffers.dout, p.dout),
-      .seqlen_q = static_cast<int>(p.seqlen_q),
-      .value_dim = static_cast<int>(p.value_dim),
-      .query_tiles = divisor(query_tiles_),
-      .heads_q = divisor(p.heads_q),
-      .lse_factor = natural_units(p) ? 1.0f : log2_e,
-      .statistics = statistics_in(workspace),
-      .dq = zeros.dq,
-      .dq_floats = zeros.dq_floats,
-      .turns = zeros.turns,
-      .tickets = zeros.tickets};
+  BackwardStatisticsParams params = statistics_params_;
+  params.out = buffers.out;
+  params.dout = buffers.dout;
+  params.lse = static_cast<const float*>(buffers.lse);
+  params.dlse = static_cast<const float*>(buffers.dlse);
+  params.vectors = rows_are_aligned(buffers.out, p.out) && rows_are_aligned(buffers.dout, p.dout);
+  params.statistics = statistics_in(workspace);
+  params.dq = zeros.dq;
+  params.dq_floats = zeros.dq_floats;
+  params.turns = zeros.turns;
+  params.tickets = zeros.tickets;
   void* arguments[] = {&params};
-  launch(load_kernel(statistics_), static_cast<unsigned>(all_query_tiles()), threads, buffers.stream, arguments);
+  launch(statistics_.in(context), static_cast<unsigned>(all_query_tiles()), threads, buffers.stream, arguments);
 }
 
-void BackwardPass::launch_sinks(const Buffers& buffers, std::byte* workspace) const {
+void BackwardPass::launch_sinks(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const {
   const Problem& p = problem_;
   BackwardSinksParams params{.sinks = buffers.sinks,
                              .sinks_stride = p.sinks_stride,
@@ -119,43 +117,58 @@ void BackwardPass::launch_sinks(const Buffers& buffers, std::byte* workspace) co
                              .query_tiles = static_cast<int>(query_tiles_),
                              .to_log2 = natural_units(p) ? log2_e : 1.0f};
   void* arguments[] = {&params};
-  launch(load_kernel(sinks_), static_cast<unsigned>(p.heads_q), threads, buffers.stream, arguments);
+  launch(sinks_->in(context), static_cast<unsigned>(p.heads_q), threads, buffers.stream, arguments);
 }
 
-BackwardGradientParams BackwardPass::gradient_params(const Buffers& buffers, std::byte* workspace) const {
+BackwardGradientParams BackwardPass::gradient_params() const {
   const Problem& p = problem_;
-  const auto tensor = [](const void* data, const RowStrides& strides, std::int64_t rows, std::int64_t columns) {
-    return BackwardTensor{data, by_row(strides), static_cast<int>(rows), static_cast<int>(columns)};
+  const auto tensor = [](const RowStrides& strides, std::int64_t rows, std::int64_t columns) {
+    return BackwardTensor{nullptr, by_row(strides), static_cast<int>(rows), static_cast<int>(columns)};
   };
   BackwardGradientParams params{};
-  params.forward = forward_params_of(buffers);
-  params.q = tensor(buffers.q, p.q, p.seqlen_q, p.head_dim);
-  params.k = tensor(buffers.k, p.k, p.seqlen_k, p.head_dim);
-  params.v = tensor(buffers.v, p.v, p.seqlen_k, p.value_dim);
-  params.dout = tensor(buffers.dout, p.dout, p.seqlen_q, p.value_dim);
-  params.statistics = statistics_in(workspace);
+  params.forward = options_;
+  params.q = tensor(p.q, p.seqlen_q, p.head_dim);
+  params.k = tensor(p.k, p.seqlen_k, p.head_dim);
+  params.v = tensor(p.v, p.seqlen_k, p.value_dim);
+  params.dout = tensor(p.dout, p.seqlen_q, p.value_dim);
   params.group = divisor(p.group());
   params.query_tiles = static_cast<int>(query_tiles_);
   params.batch = static_cast<int>(p.batch);
   return params;
 }
 
-void BackwardPass::launch_bias(const Buffers& buffers, std::byte* workspace) const {
+void BackwardPass::set_pointers(BackwardGradientParams& params, const Buffers& buffers, std::byte* workspace) const {
+  cuda::set_pointers(params.forward, buffers);
+  params.q.data = buffers.q;
+  params.k.data = buffers.k;
+  params.v.data = buffers.v;
+  params.dout.data = buffers.dout;
+  params.statistics = statistics_in(workspace);
+}
+
+void BackwardPass::plan_bias(int queries) {
   const Problem& p = problem_;
-  BackwardGradientParams params = gradient_params(buffers, workspace);
   const auto tiles = [](std::int64_t size) { return ceil_div(size, gradient_tile); };
   const std::int64_t* shape = p.bias_shape;
-  const std::int64_t rows = tiles(shape[2]), keys = tiles(shape[3]), all = shape[0] * shape[1] * rows * keys;
-  if (all == 0) return;
+  const std::int64_t rows = tiles(shape[2]), keys = tiles(shape[3]);
+  bias_blocks_ = static_cast<unsigned>(shape[0] * shape[1] * rows * keys);
+  bias_.emplace(backward_gradient_source(p, BackwardTarget::bias, queries)).load();
+  BackwardGradientParams& params = bias_params_;
+  params = gradient_params();
   params.heads = divisor(shape[1]);
   params.tiles = divisor(rows * keys);
-  params.to.to = buffers.dbias;
   params.dbias_strides = {p.dbias.batch, p.dbias.head, p.dbias.query, p.dbias.key};
   const std::int64_t whole[4] = {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k};
   for (int n = 0; n < 4; ++n) params.bias_is_full[n] = shape[n] == whole[n] && shape[n] != 1;
   params.bias_key_tiles = static_cast<int>(keys);
+}
+
+void BackwardPass::launch_bias(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const {
+  BackwardGradientParams params = bias_params_;
+  set_pointers(params, buffers, workspace);
+  params.to.to = buffers.dbias;
   void* arguments[] = {&params};
-  launch(load_kernel(bias_), static_cast<unsigned>(all), gradient_threads, buffers.stream, arguments);
+  launch(bias_->in(context), bias_blocks_, gradient_threads, buffers.stream, arguments);
 }
 
 }  // namespace headrace::cuda

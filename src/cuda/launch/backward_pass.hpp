@@ -2,6 +2,8 @@
 // and of the bias.
 #pragma once
 
+#include <optional>
+
 #include "cuda/kernels/hopper_backward_params.hpp"
 #include "cuda/launch/cuda_kernel.hpp"
 
@@ -12,6 +14,7 @@ HopperForwardParams::Strides3 by_head(const Problem::LseStrides& strides);
 // Whether every row of 16-bit elements begins at a multiple of 16 bytes.
 bool rows_are_aligned(const void* data, const RowStrides& strides);
 
+// All that can be known of the kernels' arguments without the pointers of a call is made when planning.
 class BackwardPass : public CudaKernel {
  public:
   // queries: of a tile of the statistics. Loads the kernels: a context of the device must be current.
@@ -22,7 +25,7 @@ class BackwardPass : public CudaKernel {
 
  protected:
   // dq, dk and dv; statistics are in the workspace. Called if there are queries or keys.
-  virtual void launch_gradients(const Buffers& buffers, std::byte* workspace) const = 0;
+  virtual void launch_gradients(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const = 0;
   // What launch_statistics() sets to 0: dq_floats of each query tile, and the counters. Null: nothing is.
   struct Zeroed {
     float* dq = nullptr;
@@ -37,19 +40,29 @@ class BackwardPass : public CudaKernel {
   [[nodiscard]] std::int64_t query_tiles() const { return query_tiles_; }  // of a head
   [[nodiscard]] std::int64_t all_query_tiles() const { return query_tiles_ * problem_.batch * problem_.heads_q; }
   [[nodiscard]] float* statistics_in(std::byte* workspace) const;
-  [[nodiscard]] HopperForwardParams forward_params_of(const Buffers& buffers) const;
-  // All but what is summed, and where to.
-  [[nodiscard]] BackwardGradientParams gradient_params(const Buffers& buffers, std::byte* workspace) const;
+  // What the options and lengths say; all but the pointers.
+  [[nodiscard]] const HopperForwardParams& options() const { return options_; }
+  // All but what is summed, and where to, and the pointers.
+  [[nodiscard]] BackwardGradientParams gradient_params() const;
+  void set_pointers(BackwardGradientParams& params, const Buffers& buffers, std::byte* workspace) const;
 
   std::size_t workspace_bytes_ = 0;
 
  private:
-  void launch_statistics(const Buffers& buffers, std::byte* workspace) const;
-  void launch_sinks(const Buffers& buffers, std::byte* workspace) const;
-  void launch_bias(const Buffers& buffers, std::byte* workspace) const;
+  void plan_statistics();
+  void plan_bias(int queries);
+
+  void launch_statistics(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const;
+  void launch_sinks(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const;
+  void launch_bias(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const;
 
   std::int64_t query_tiles_;
-  KernelSource statistics_, sinks_, bias_;
+  HopperForwardParams options_{};
+  PlannedKernel statistics_;
+  std::optional<PlannedKernel> sinks_, bias_;  // where their gradients are wanted
+  BackwardStatisticsParams statistics_params_{};
+  BackwardGradientParams bias_params_{};
+  unsigned bias_blocks_ = 0;
   std::size_t statistics_offset_;
 };
 

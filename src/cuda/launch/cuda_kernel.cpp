@@ -59,12 +59,14 @@ Workspace CudaKernel::allocate_workspace(void* stream) const {
 }
 
 void CudaKernel::check_pointers(const Buffers& b, const std::byte* workspace) const {
+  std::size_t number = 0;
   const auto check_one = [&](const char* name, const void* data) {
-    if (data == nullptr) return;
+    std::atomic<const void*>& found = found_[number++];
+    if (data == nullptr || data == found.load(std::memory_order_relaxed)) return;
     unsigned type = 0;
     const CUresult result =
         driver().cuPointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, reinterpret_cast<CUdeviceptr>(data));
-    if (result == CUDA_SUCCESS) return;
+    if (result == CUDA_SUCCESS) return found.store(data, std::memory_order_relaxed);
     if (result != CUDA_ERROR_INVALID_VALUE) throw_driver_error(result, "cuPointerGetAttribute");
     throw Failure(HR_ERROR_VALUE, fmt::format("{}: is at {}, which is not memory of CUDA device {}", name,
                                               fmt::ptr(data), problem_.device_index));
@@ -87,7 +89,8 @@ void CudaKernel::check_pointers(const Buffers& b, const std::byte* workspace) co
   check_one("dbias", b.dbias);
   check_one("dsinks", b.dsinks);
   // Memory that a stream capture allocates, as allocate_workspace() does, is not known to the driver yet.
-  if (workspace_bytes() > 0 && !is_capturing(static_cast<CUstream>(b.stream))) check_one("workspace", workspace);
+  const bool known = workspace_bytes() == 0 || workspace == found_[number].load(std::memory_order_relaxed);
+  if (!known && !is_capturing(static_cast<CUstream>(b.stream))) check_one("workspace", workspace);
 }
 
 void launch(const LoadedKernel& kernel, unsigned blocks, int threads, void* stream, void** arguments) {

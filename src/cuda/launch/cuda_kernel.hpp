@@ -1,6 +1,8 @@
 // What the launchers of the CUDA backend share.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -18,10 +20,16 @@ class CudaKernel : public Kernel {
 
  protected:
   // Throws Failure if a buffer or the workspace is not memory that the problem's device can reach. Memory of the host
-  // that CUDA does not know, above all: a kernel would fault on it.
+  // that CUDA does not know, above all: a kernel would fault on it. The driver is asked once for as long as a buffer
+  // stays where it is.
   void check_pointers(const Buffers& buffers, const std::byte* workspace) const;
 
   const Problem& problem_;
+
+ private:
+  static constexpr std::size_t most_buffers = 18;  // all of Buffers, and the workspace
+  // Where the driver has found each of them last.
+  mutable std::array<std::atomic<const void*>, most_buffers> found_{};
 };
 
 std::unique_ptr<Kernel> make_hopper_forward(const Problem& problem, int multiprocessors);

@@ -1,10 +1,7 @@
 // Launches backward_gradient.cuh: the backward pass of float32 problems.
 #include <algorithm>
-#include <array>
+#include <deque>
 
-#include "cuda/driver/context.hpp"
-#include "cuda/driver/driver.hpp"
-#include "cuda/driver/module_cache.hpp"
 #include "cuda/launch/backward_pass.hpp"
 #include "cuda/launch/backward_source.hpp"
 #include "cuda/launch/forward_params.hpp"
@@ -16,10 +13,9 @@ class GradientBackward final : public BackwardPass {
  public:
   GradientBackward(const Problem& p, int multiprocessors)
       : BackwardPass(p, gradient_tile), multiprocessors_(multiprocessors) {
-    for (const BackwardTarget target : targets) {
-      sources_[static_cast<std::size_t>(target)] = backward_gradient_source(p, target, gradient_tile);
-      load_kernel(sources_[static_cast<std::size_t>(target)]);  // compiled now, if it must be
-    }
+    plan(BackwardTarget::dq, p.dq, p.seqlen_q, p.heads_q, p.head_dim);
+    plan(BackwardTarget::dk, p.dk, p.seqlen_k, p.heads_kv, p.head_dim);
+    plan(BackwardTarget::dv, p.dv, p.seqlen_k, p.heads_kv, p.value_dim);
   }
 
   [[nodiscard]] KernelReport report() const override {
@@ -41,30 +37,44 @@ class GradientBackward final : public BackwardPass {
   }
 
  protected:
-  void launch_gradients(const Buffers& buffers, std::byte* workspace) const override {
-    const Problem& p = problem_;
-    const auto launch_one = [&](BackwardTarget target, void* to, const RowStrides& strides, std::int64_t rows,
-                                std::int64_t heads, std::int64_t columns) {
-      const std::int64_t chunks = ceil_div(columns, gradient_columns(columns));
-      const std::int64_t tiles = ceil_div(rows, gradient_tile) * chunks, all = tiles * p.batch * heads;
-      if (all == 0) return;
-      BackwardGradientParams params = gradient_params(buffers, workspace);
-      params.heads = divisor(heads);
-      params.tiles = divisor(tiles);
-      params.column_chunks = static_cast<int>(chunks);
-      params.to = {.to = to, .strides = by_row(strides), .columns = static_cast<int>(columns), .by_tma = 0};
+  void launch_gradients(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const override {
+    for (const Gradient& gradient : gradients_) {
+      if (gradient.blocks == 0) continue;
+      BackwardGradientParams params = gradient.params;
+      set_pointers(params, buffers, workspace);
+      params.to.to = gradient.target == BackwardTarget::dq   ? buffers.dq
+                     : gradient.target == BackwardTarget::dk ? buffers.dk
+                                                             : buffers.dv;
       void* arguments[] = {&params};
-      launch(load_kernel(sources_[static_cast<std::size_t>(target)]), static_cast<unsigned>(all), gradient_threads,
-             buffers.stream, arguments);
-    };
-    launch_one(BackwardTarget::dq, buffers.dq, p.dq, p.seqlen_q, p.heads_q, p.head_dim);
-    launch_one(BackwardTarget::dk, buffers.dk, p.dk, p.seqlen_k, p.heads_kv, p.head_dim);
-    launch_one(BackwardTarget::dv, buffers.dv, p.dv, p.seqlen_k, p.heads_kv, p.value_dim);
+      launch(gradient.kernel.in(context), gradient.blocks, gradient_threads, buffers.stream, arguments);
+    }
   }
 
  private:
-  static constexpr std::array targets = {BackwardTarget::dq, BackwardTarget::dk, BackwardTarget::dv};
-  std::array<KernelSource, targets.size()> sources_;
+  struct Gradient {
+    explicit Gradient(const KernelSource& source) : kernel(source) {}
+    PlannedKernel kernel;
+    BackwardTarget target = BackwardTarget::dq;
+    BackwardGradientParams params{};
+    unsigned blocks = 0;
+  };
+
+  void plan(BackwardTarget target, const RowStrides& strides, std::int64_t rows, std::int64_t heads,
+            std::int64_t columns) {
+    const std::int64_t chunks = ceil_div(columns, gradient_columns(columns));
+    const std::int64_t tiles = ceil_div(rows, gradient_tile) * chunks;
+    Gradient& gradient = gradients_.emplace_back(backward_gradient_source(problem_, target, gradient_tile));
+    gradient.kernel.load();
+    gradient.target = target;
+    gradient.blocks = static_cast<unsigned>(tiles * problem_.batch * heads);
+    gradient.params = gradient_params();
+    gradient.params.heads = divisor(heads);
+    gradient.params.tiles = divisor(tiles);
+    gradient.params.column_chunks = static_cast<int>(chunks);
+    gradient.params.to = {.to = nullptr, .strides = by_row(strides), .columns = static_cast<int>(columns), .by_tma = 0};
+  }
+
+  std::deque<Gradient> gradients_;
   int multiprocessors_;
 };
 

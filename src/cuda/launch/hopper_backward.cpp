@@ -3,10 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <optional>
 
-#include "cuda/driver/context.hpp"
-#include "cuda/driver/driver.hpp"
-#include "cuda/driver/module_cache.hpp"
 #include "cuda/launch/backward_pass.hpp"
 #include "cuda/launch/backward_source.hpp"
 #include "cuda/launch/forward_constants.hpp"
@@ -22,11 +21,11 @@ constexpr int rows_of_warp = 16, convert_threads = 256;
 // dq, dk or dv.
 struct Gradient {
   RowsOfHeads rows;
-  hr_dtype dtype;
   bool walkable;  // by TMA, which writes 16 bytes at a time, behind the end of a row too
+  PlannedTensorMap planned_map;
 
   Gradient(const RowsOfHeads& of, hr_dtype type)
-      : rows(of), dtype(type), walkable(of.size % 8 == 0 && tma_obstacle(of, type).empty()) {}
+      : rows(of), walkable(of.size % 8 == 0 && tma_obstacle(of, type).empty()), planned_map(of, type, rows_of_warp) {}
   [[nodiscard]] GradientRows at(void* data) const {
     return {.to = data,
             .strides = by_row(rows.strides),
@@ -35,7 +34,7 @@ struct Gradient {
   }
   // Where the kernel does not use it, any map will do.
   [[nodiscard]] CUtensorMap map(const GradientRows& gradient, const CUtensorMap& any) const {
-    return gradient.by_tma != 0 ? make_tensor_map(rows, dtype, gradient.to, rows_of_warp) : any;
+    return gradient.by_tma != 0 ? planned_map.at(gradient.to) : any;
   }
 };
 
@@ -44,24 +43,30 @@ class HopperBackward final : public BackwardPass {
   HopperBackward(const Problem& p, int multiprocessors)
       : BackwardPass(p, hopper_backward_tile(p).queries),
         tile_(hopper_backward_tile(p)),
-        main_(hopper_backward_sources(p, tile_)),
-        convert_(backward_convert_source(p, tile_)),
         multiprocessors_(multiprocessors),
         key_tiles_(ceil_div(p.seqlen_k, tile_.keys)),
         dq_({p.batch, p.seqlen_q, p.heads_q, p.head_dim, p.dq}, p.dtype),
         dk_({p.batch, p.seqlen_k, p.heads_kv, p.head_dim, p.dk}, p.dtype),
         dv_({p.batch, p.seqlen_k, p.heads_kv, p.value_dim, p.dv}, p.dtype) {
-    for (const KernelSource& source : main_) load_kernel(source);  // compiled now, if they must be
-    if (!tile_.two_passes()) load_kernel(convert_);
+    const std::vector<KernelSource> sources = hopper_backward_sources(p, tile_);
+    main_.emplace(sources[0]).load();
+    std::size_t number = 0;
     const auto input = [&](const char* name, std::int64_t rows, std::int64_t heads, std::int64_t size,
-                           const RowStrides& strides, bool aligned) {
-      inputs_.emplace_back(name, RowsOfHeads{p.batch, rows, heads, size, strides}, p.dtype, aligned, workspace_bytes_);
+                           const RowStrides& strides, int box_rows, bool aligned) {
+      inputs_[number++].emplace(name, RowsOfHeads{p.batch, rows, heads, size, strides}, p.dtype, box_rows, aligned,
+                                workspace_bytes_);
     };
-    input("q", p.seqlen_q, p.heads_q, p.head_dim, p.q, p.q_aligned);
-    input("k", p.seqlen_k, p.heads_kv, p.head_dim, p.k, p.k_aligned);
-    input("v", p.seqlen_k, p.heads_kv, p.value_dim, p.v, p.v_aligned);
-    input("dout", p.seqlen_q, p.heads_q, p.value_dim, p.dout, p.dout_aligned);
-    if (tile_.two_passes()) return;
+    input("q", p.seqlen_q, p.heads_q, p.head_dim, p.q, tile_.queries, p.q_aligned);
+    input("k", p.seqlen_k, p.heads_kv, p.head_dim, p.k, tile_.keys, p.k_aligned);
+    input("v", p.seqlen_k, p.heads_kv, p.value_dim, p.v, tile_.keys, p.v_aligned);
+    input("dout", p.seqlen_q, p.heads_q, p.value_dim, p.dout, tile_.queries, p.dout_aligned);
+    plan_main();
+    if (tile_.two_passes()) {
+      queries_.emplace(sources[1]).load();
+      return;
+    }
+    convert_.emplace(backward_convert_source(p, tile_)).load();
+    plan_convert();
     turns_offset_ = take(4 * (all_query_tiles() + 1));  // one more: the tickets
     dq_offset_ = take(std::int64_t{4} * dq_floats * all_query_tiles());
   }
@@ -82,9 +87,9 @@ class HopperBackward final : public BackwardPass {
   }
 
  protected:
-  void launch_gradients(const Buffers& buffers, std::byte* workspace) const override {
-    launch_main(buffers, workspace);
-    if (all_query_tiles() > 0 && !tile_.two_passes()) launch_convert(buffers, workspace);
+  void launch_gradients(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const override {
+    launch_main(buffers, workspace, context);
+    if (all_query_tiles() > 0 && !tile_.two_passes()) launch_convert(buffers, workspace, context);
   }
   [[nodiscard]] Zeroed zeroed(std::byte* workspace) const override {
     if (tile_.two_passes()) return {};
@@ -146,10 +151,19 @@ class HopperBackward final : public BackwardPass {
     params.gangs = static_cast<unsigned>(gangs);
   }
 
-  void launch_main(const Buffers& buffers, std::byte* workspace) const {
+  void plan_main() {
     const Problem& p = problem_;
-    HopperBackwardParams params{};
-    params.forward = forward_params_of(buffers);
+    params_.forward = options();
+    params_.key_tiles = static_cast<unsigned>(key_tiles_);
+    params_.heads_kv = divisor(p.heads_kv);
+    params_.group = divisor(p.group());
+    params_.query_tiles = divisor(query_tiles());
+    if (key_blocks() > 0) set_order(params_);
+  }
+
+  void launch_main(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const {
+    HopperBackwardParams params = params_;
+    cuda::set_pointers(params.forward, buffers);
     params.statistics = statistics_in(workspace);
     params.dq = dq_in(workspace);
     params.turns = turns_in(workspace);
@@ -157,56 +171,54 @@ class HopperBackward final : public BackwardPass {
     params.dq_rows = dq_.at(buffers.dq);
     params.dk = dk_.at(buffers.dk);
     params.dv = dv_.at(buffers.dv);
-    params.key_tiles = static_cast<unsigned>(key_tiles_);
-    params.heads_kv = divisor(p.heads_kv);
-    params.group = divisor(p.group());
-    params.query_tiles = divisor(query_tiles());
-    if (key_blocks() > 0) set_order(params);
 
     // Without queries or keys nothing of them is loaded, but a map needs memory behind it.
-    const auto map_of = [&](std::size_t input, const void* data, int box_rows) {
-      return inputs_[input].map(data, workspace, static_cast<CUstream>(buffers.stream), box_rows);
+    const auto map_of = [&](std::size_t input, const void* data) {
+      return inputs_[input]->map(data, workspace, static_cast<CUstream>(buffers.stream), context);
     };
     const bool any_q = all_query_tiles() > 0, any_k = key_blocks() > 0;
-    const int query_rows = tile_.queries;
-    CUtensorMap k = any_k ? map_of(1, buffers.k, tile_.keys) : map_of(0, buffers.q, query_rows);
-    CUtensorMap v = any_k ? map_of(2, buffers.v, tile_.keys) : k;
-    CUtensorMap q = any_q ? map_of(0, buffers.q, query_rows) : k;
-    CUtensorMap dout = any_q ? map_of(3, buffers.dout, query_rows) : k;
+    CUtensorMap k = any_k ? map_of(1, buffers.k) : map_of(0, buffers.q);
+    CUtensorMap v = any_k ? map_of(2, buffers.v) : k;
+    CUtensorMap q = any_q ? map_of(0, buffers.q) : k;
+    CUtensorMap dout = any_q ? map_of(3, buffers.dout) : k;
     if (any_k) {
       CUtensorMap dk = dk_.map(params.dk, k), dv = dv_.map(params.dv, k);
       void* arguments[] = {&q, &k, &v, &dout, &dk, &dv, &params};
-      launch(load_kernel(main_[0]), static_cast<unsigned>(key_blocks()), HopperBackwardTile::threads, buffers.stream,
+      launch(main_->in(context), static_cast<unsigned>(key_blocks()), HopperBackwardTile::threads, buffers.stream,
              arguments);
     }
     if (any_q && tile_.two_passes()) {
       CUtensorMap dq = dq_.map(params.dq_rows, q);
       void* arguments[] = {&q, &k, &v, &dout, &dq, &params};
-      launch(load_kernel(main_[1]), static_cast<unsigned>(dq_blocks()), HopperBackwardTile::threads, buffers.stream,
+      launch(queries_->in(context), static_cast<unsigned>(dq_blocks()), HopperBackwardTile::threads, buffers.stream,
              arguments);
     }
   }
 
-  void launch_convert(const Buffers& buffers, std::byte* workspace) const {
+  void plan_convert() {
     const Problem& p = problem_;
-    BackwardConvertParams params{};
-    params.forward = forward_params_of(buffers);
+    convert_params_.forward = options();
+    convert_params_.strides = by_row(p.dq);
+    convert_params_.head_dim = static_cast<int>(p.head_dim);
+    convert_params_.query_tiles = divisor(query_tiles());
+    convert_params_.heads_q = divisor(p.heads_q);
+    convert_params_.scale = static_cast<float>(p.scale);
+  }
+
+  void launch_convert(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const {
+    BackwardConvertParams params = convert_params_;
+    cuda::set_pointers(params.forward, buffers);
     params.dq = dq_in(workspace);
     params.to = buffers.dq;
-    params.strides = by_row(p.dq);
-    params.vectors = rows_are_aligned(buffers.dq, p.dq);
-    params.head_dim = static_cast<int>(p.head_dim);
-    params.query_tiles = divisor(query_tiles());
-    params.heads_q = divisor(p.heads_q);
-    params.scale = static_cast<float>(p.scale);
+    params.vectors = rows_are_aligned(buffers.dq, problem_.dq);
     void* arguments[] = {&params};
-    launch(load_kernel(convert_), static_cast<unsigned>(all_query_tiles()), convert_threads, buffers.stream, arguments);
+    launch(convert_->in(context), static_cast<unsigned>(all_query_tiles()), convert_threads, buffers.stream, arguments);
   }
 
   [[nodiscard]] std::vector<std::string> notes() const {
     std::vector<std::string> all;
-    for (const TmaInput& input : inputs_)
-      if (std::string note = input.note(); !note.empty()) all.push_back(std::move(note));
+    for (const auto& input : inputs_)
+      if (std::string note = input->note(); !note.empty()) all.push_back(std::move(note));
     return all;
   }
 
@@ -218,12 +230,14 @@ class HopperBackward final : public BackwardPass {
   }
 
   const HopperBackwardTile& tile_;
-  std::vector<KernelSource> main_;  // one, or two: keys, queries
-  KernelSource convert_;
+  std::optional<PlannedKernel> main_;  // hopper_backward, or hopper_backward_keys
+  std::optional<PlannedKernel> queries_, convert_;
   int multiprocessors_;
   std::int64_t key_tiles_;  // of a head
   Gradient dq_, dk_, dv_;
-  std::vector<TmaInput> inputs_;  // q, k, v, dout
+  std::array<std::optional<TmaInput>, 4> inputs_;  // q, k, v, dout
+  HopperBackwardParams params_{};
+  BackwardConvertParams convert_params_{};
   std::size_t dq_offset_ = 0, turns_offset_ = 0;
 };
 

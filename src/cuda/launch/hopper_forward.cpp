@@ -1,5 +1,7 @@
 // Launches hopper_forward.cuh.
 #include <algorithm>
+#include <array>
+#include <optional>
 
 #include "cuda/driver/context.hpp"
 #include "cuda/driver/driver.hpp"
@@ -21,26 +23,30 @@ class HopperForward final : public CudaKernel {
       : CudaKernel(p),
         variant_(hopper_forward_variant(p, multiprocessors)),
         tile_(*variant_.tile),
-        source_(hopper_forward_source(p, variant_)),
-        multiprocessors_(multiprocessors) {
+        kernel_(hopper_forward_source(p, variant_)),
+        multiprocessors_(multiprocessors),
+        map_out_({p.batch, p.seqlen_q, p.heads_q, p.value_dim, p.out}, p.dtype, rows_of_warp) {
     check_size(p);
     params_ = forward_params(p, {.query_tiles = ceil_div(p.seqlen_q, tile_.rows()),
                                  .paired = variant_.paired,
                                  .value_chunks = 1,
                                  .most_blocks = multiprocessors * tile_.blocks_per_sm});
     // TMA writes 16 bytes at a time, behind the end of a row too.
-    out_walkable_ = p.value_dim % 8 == 0 && tma_obstacle(out(), p.dtype).empty();
+    out_walkable_ =
+        p.value_dim % 8 == 0 && tma_obstacle({p.batch, p.seqlen_q, p.heads_q, p.value_dim, p.out}, p.dtype).empty();
     if (blocks() == 0) return;
     const ContextScope context(p.device_index);
-    load_kernel(source_);  // compiled now, if it must be
+    kernel_.load();
+    std::size_t number = 0;
     const auto input = [&](const char* name, std::int64_t rows, std::int64_t heads, std::int64_t size,
-                           const RowStrides& strides, bool aligned) {
-      inputs_.emplace_back(name, RowsOfHeads{p.batch, rows, heads, size, strides}, p.dtype, aligned, workspace_bytes_);
+                           const RowStrides& strides, int box_rows, bool aligned) {
+      inputs_[number++].emplace(name, RowsOfHeads{p.batch, rows, heads, size, strides}, p.dtype, box_rows, aligned,
+                                workspace_bytes_);
     };
-    input("q", p.seqlen_q, p.heads_q, p.head_dim, p.q, p.q_aligned);
+    input("q", p.seqlen_q, p.heads_q, p.head_dim, p.q, 64, p.q_aligned);
     if (p.seqlen_k == 0) return;
-    input("k", p.seqlen_k, p.heads_kv, p.head_dim, p.k, p.k_aligned);
-    input("v", p.seqlen_k, p.heads_kv, p.value_dim, p.v, p.v_aligned);
+    input("k", p.seqlen_k, p.heads_kv, p.head_dim, p.k, tile_.keys, p.k_aligned);
+    input("v", p.seqlen_k, p.heads_kv, p.value_dim, p.v, tile_.keys, p.v_aligned);
   }
 
   [[nodiscard]] std::size_t workspace_bytes() const override { return workspace_bytes_; }
@@ -65,19 +71,19 @@ class HopperForward final : public CudaKernel {
     if (blocks() == 0) return;
     const ContextScope context(p.device_index);
     check_pointers(buffers, workspace);
-    const LoadedKernel& kernel = load_kernel(source_);
-    const auto map_of = [&](std::size_t input, const void* data, int box_rows) {
-      return inputs_[input].map(data, workspace, static_cast<CUstream>(buffers.stream), box_rows);
+    const LoadedKernel& kernel = kernel_.in(context);
+    const auto map_of = [&](std::size_t input, const void* data) {
+      return inputs_[input]->map(data, workspace, static_cast<CUstream>(buffers.stream), context);
     };
-    CUtensorMap map_q = map_of(0, buffers.q, 64);
+    CUtensorMap map_q = map_of(0, buffers.q);
     // Without keys nothing is loaded, but a map needs memory behind it.
-    CUtensorMap map_k = p.seqlen_k == 0 ? map_q : map_of(1, buffers.k, tile_.keys);
-    CUtensorMap map_v = p.seqlen_k == 0 ? map_q : map_of(2, buffers.v, tile_.keys);
+    CUtensorMap map_k = p.seqlen_k == 0 ? map_q : map_of(1, buffers.k);
+    CUtensorMap map_v = p.seqlen_k == 0 ? map_q : map_of(2, buffers.v);
     HopperForwardParams params = params_;
     set_pointers(params, buffers);
     params.store_by_tma = out_walkable_ && reinterpret_cast<std::uintptr_t>(buffers.out) % tma_alignment == 0;
     // Where the kernel does not use it, any map will do.
-    CUtensorMap map_out = params.store_by_tma ? make_tensor_map(out(), p.dtype, buffers.out, rows_of_warp) : map_q;
+    CUtensorMap map_out = params.store_by_tma ? map_out_.at(buffers.out) : map_q;
     void* arguments[] = {&map_q, &map_k, &map_v, &map_out, &params};
     launch(kernel, params.blocks, 128 * (tile_.warpgroups + 1), buffers.stream, arguments);
   }
@@ -85,14 +91,9 @@ class HopperForward final : public CudaKernel {
  private:
   [[nodiscard]] std::vector<std::string> notes() const {
     std::vector<std::string> all;
-    for (const TmaInput& input : inputs_)
-      if (!input.note().empty()) all.push_back(input.note());
+    for (const auto& input : inputs_)
+      if (input && !input->note().empty()) all.push_back(input->note());
     return all;
-  }
-
-  [[nodiscard]] RowsOfHeads out() const {
-    const Problem& p = problem_;
-    return {p.batch, p.seqlen_q, p.heads_q, p.value_dim, p.out};
   }
 
   [[nodiscard]] int blocks() const { return static_cast<int>(params_.blocks); }
@@ -108,11 +109,12 @@ class HopperForward final : public CudaKernel {
 
   HopperForwardVariant variant_;
   const HopperForwardTile& tile_;
-  KernelSource source_;
+  PlannedKernel kernel_;
   int multiprocessors_;
   HopperForwardParams params_{};
-  std::vector<TmaInput> inputs_;  // q, k, v; without keys, q
-  bool out_walkable_ = false;     // by TMA
+  std::array<std::optional<TmaInput>, 3> inputs_;  // q, k, v; without keys, q
+  PlannedTensorMap map_out_;
+  bool out_walkable_ = false;  // by TMA
   std::size_t workspace_bytes_ = 0;
 };
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
 #include "cuda/driver/context.hpp"
 #include "cuda/driver/driver.hpp"
@@ -20,10 +21,11 @@ constexpr std::int64_t parts = 2, rows_of_q_group = 64;
 
 // q, k or v, and where its parts lie in the workspace.
 struct Input {
-  const char* name = "";
+  const char* name;
   RowsOfHeads from;
-  std::int64_t rows_of_group = 1;
+  std::int64_t rows_of_group;
   std::size_t parts_offset = 0, groups_offset = 0;
+  std::optional<PlannedTensorMap> map{};  // of the parts
 
   [[nodiscard]] std::int64_t pitch() const { return ceil_div(from.size, 8) * 8; }
   [[nodiscard]] std::int64_t groups_of_head() const { return ceil_div(from.rows, rows_of_group); }
@@ -38,13 +40,14 @@ struct Input {
             .strides = {.batch = from.heads * from.rows * pitch(), .row = pitch(), .head = from.rows * pitch()}};
   }
 
-  [[nodiscard]] SplitTensor tensor(const void* data, std::byte* workspace) const {
-    return {.from = static_cast<const float*>(data),
+  // All but the pointers.
+  [[nodiscard]] SplitTensor tensor() const {
+    return {.from = nullptr,
             .batch_stride = from.strides.batch,
             .row_stride = from.strides.row,
             .head_stride = from.strides.head,
-            .parts = reinterpret_cast<unsigned short*>(workspace + parts_offset),
-            .groups = reinterpret_cast<SplitGroup*>(workspace + groups_offset),
+            .parts = nullptr,
+            .groups = nullptr,
             .rows = static_cast<int>(from.rows),
             .heads = static_cast<int>(from.heads),
             .size = static_cast<int>(from.size),
@@ -53,6 +56,12 @@ struct Input {
             .groups_of_head = static_cast<int>(groups_of_head()),
             .all_groups = static_cast<int>(groups())};
   }
+  void set_pointers(SplitTensor& tensor, const void* data, std::byte* workspace) const {
+    tensor.from = static_cast<const float*>(data);
+    tensor.parts = reinterpret_cast<unsigned short*>(workspace + parts_offset);
+    tensor.groups = reinterpret_cast<SplitGroup*>(workspace + groups_offset);
+  }
+  [[nodiscard]] CUtensorMap map_in(const std::byte* workspace) const { return map->at(workspace + parts_offset); }
 };
 
 class HopperSplitForward final : public CudaKernel {
@@ -60,9 +69,17 @@ class HopperSplitForward final : public CudaKernel {
   HopperSplitForward(const Problem& p, int multiprocessors)
       : CudaKernel(p),
         variant_(hopper_split_variant(p, multiprocessors)),
-        source_(hopper_split_forward_source(p, variant_)),
-        split_source_(split_rows_source(p)),
-        multiprocessors_(multiprocessors) {
+        kernel_(hopper_split_forward_source(p, variant_)),
+        split_(split_rows_source(p)),
+        multiprocessors_(multiprocessors),
+        inputs_{
+            {{.name = "q", .from = {p.batch, p.seqlen_q, p.heads_q, p.head_dim, p.q}, .rows_of_group = rows_of_q_group},
+             {.name = "k",
+              .from = {p.batch, p.seqlen_k, p.heads_kv, p.head_dim, p.k},
+              .rows_of_group = variant_.tile->keys},
+             {.name = "v",
+              .from = {p.batch, p.seqlen_k, p.heads_kv, p.value_dim, p.v},
+              .rows_of_group = variant_.tile->keys}}} {
     check_size(p);
     const std::int64_t query_tiles = ceil_div(p.seqlen_q, HopperSplitTile::rows);
     params_.forward = forward_params(p, {.query_tiles = query_tiles,
@@ -72,15 +89,18 @@ class HopperSplitForward final : public CudaKernel {
     params_.value_chunks = divisor(variant_.value_chunks(p));
     params_.batch = static_cast<int>(p.batch);
     params_.head_dim = static_cast<int>(p.head_dim);
-    inputs_ = {{{"q", {p.batch, p.seqlen_q, p.heads_q, p.head_dim, p.q}, rows_of_q_group},
-                {"k", {p.batch, p.seqlen_k, p.heads_kv, p.head_dim, p.k}, variant_.tile->keys},
-                {"v", {p.batch, p.seqlen_k, p.heads_kv, p.value_dim, p.v}, variant_.tile->keys}}};
     pairs_out_ = p.value_dim % 2 == 0 && p.out.batch % 2 == 0 && p.out.row % 2 == 0 && p.out.head % 2 == 0;
     if (blocks() == 0) return;
-    for (Input& input : inputs_) place(input);
+    for (Input& input : inputs_) {
+      place(input);
+      split_blocks_ += static_cast<unsigned>(input.groups());
+    }
+    params_.q = inputs_[0].tensor();
+    params_.k = inputs_[1].tensor();
+    params_.v = inputs_[2].tensor();
     const ContextScope context(p.device_index);
-    load_kernel(split_source_);  // compiled now, if they must be
-    load_kernel(source_);
+    split_.load();
+    kernel_.load();
   }
 
   [[nodiscard]] std::size_t workspace_bytes() const override { return workspace_bytes_; }
@@ -104,25 +124,23 @@ class HopperSplitForward final : public CudaKernel {
     if (blocks() == 0) return;
     const ContextScope context(problem_.device_index);
     check_pointers(buffers, workspace);
-    const LoadedKernel &split = load_kernel(split_source_), &kernel = load_kernel(source_);
     HopperSplitForwardParams params = params_;
     set_pointers(params.forward, buffers);
     params.pairs_out = pairs_out_ && reinterpret_cast<std::uintptr_t>(buffers.out) % (2 * sizeof(float)) == 0;
-    params.q = inputs_[0].tensor(buffers.q, workspace);
-    params.k = inputs_[1].tensor(buffers.k, workspace);
-    params.v = inputs_[2].tensor(buffers.v, workspace);
+    inputs_[0].set_pointers(params.q, buffers.q, workspace);
+    inputs_[1].set_pointers(params.k, buffers.k, workspace);
+    inputs_[2].set_pointers(params.v, buffers.v, workspace);
     SplitRowsParams rows{{params.q, params.k, params.v}};
-    std::int64_t groups = 0;
-    for (const Input& input : inputs_) groups += input.groups();
     void* split_arguments[] = {&rows};
-    launch(split, static_cast<unsigned>(groups), 256, buffers.stream, split_arguments);
+    launch(split_.in(context), split_blocks_, 256, buffers.stream, split_arguments);
 
-    CUtensorMap map_q = map(inputs_[0], workspace);
+    CUtensorMap map_q = inputs_[0].map_in(workspace);
     // Without keys nothing is loaded, but a map needs memory behind it.
-    CUtensorMap map_k = problem_.seqlen_k == 0 ? map_q : map(inputs_[1], workspace);
-    CUtensorMap map_v = problem_.seqlen_k == 0 ? map_q : map(inputs_[2], workspace);
+    CUtensorMap map_k = problem_.seqlen_k == 0 ? map_q : inputs_[1].map_in(workspace);
+    CUtensorMap map_v = problem_.seqlen_k == 0 ? map_q : inputs_[2].map_in(workspace);
     void* arguments[] = {&map_q, &map_k, &map_v, &params};
-    launch(kernel, params.forward.blocks, 128 * (HopperSplitTile::warpgroups + 1), buffers.stream, arguments);
+    launch(kernel_.in(context), params.forward.blocks, 128 * (HopperSplitTile::warpgroups + 1), buffers.stream,
+           arguments);
   }
 
  private:
@@ -133,6 +151,7 @@ class HopperSplitForward final : public CudaKernel {
     if (!tma_obstacle(of_parts, HR_FLOAT16).empty() || input.groups() >= limit)
       unsupported(fmt::format("{}: float16 parts of [{}, {}, {}, {}] are too large for CUDA", input.name,
                               input.from.batch, input.from.rows, input.from.heads, input.from.size));
+    input.map.emplace(of_parts, HR_FLOAT16, static_cast<int>(input.rows_of_group));
     const auto take = [&](std::int64_t bytes) {
       const std::size_t offset = (workspace_bytes_ + alignment - 1) / alignment * alignment;
       workspace_bytes_ = offset + static_cast<std::size_t>(bytes);
@@ -140,11 +159,6 @@ class HopperSplitForward final : public CudaKernel {
     };
     input.parts_offset = take(parts * input.from.batch * of_parts.strides.batch * 2);
     input.groups_offset = take(input.groups() * static_cast<std::int64_t>(sizeof(SplitGroup)));
-  }
-
-  static CUtensorMap map(const Input& input, std::byte* workspace) {
-    return make_tensor_map(input.of_parts(), HR_FLOAT16, workspace + input.parts_offset,
-                           static_cast<int>(input.rows_of_group));
   }
 
   [[nodiscard]] int blocks() const { return static_cast<int>(params_.forward.blocks); }
@@ -158,10 +172,11 @@ class HopperSplitForward final : public CudaKernel {
   }
 
   HopperSplitVariant variant_;
-  KernelSource source_, split_source_;
+  PlannedKernel kernel_, split_;
   int multiprocessors_;
   HopperSplitForwardParams params_{};
   std::array<Input, 3> inputs_;
+  unsigned split_blocks_ = 0;
   bool pairs_out_ = false;  // strides allow two columns at a time
   std::size_t workspace_bytes_ = 0;
 };

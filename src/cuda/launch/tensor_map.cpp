@@ -48,4 +48,21 @@ CUtensorMap make_tensor_map(const RowsOfHeads& t, hr_dtype dtype, const void* da
   return map;
 }
 
+CUtensorMap PlannedTensorMap::at(const void* data) const {
+  if (state_.load(std::memory_order_acquire) == First::made) {
+    CUtensorMap map = first_;
+    if (data != first_data_)
+      check(driver().cuTensorMapReplaceAddress(&map, const_cast<void*>(data)), "cuTensorMapReplaceAddress");
+    return map;
+  }
+  const CUtensorMap map = make_tensor_map(tensor_, dtype_, data, box_rows_);
+  First expected = First::none;
+  if (state_.compare_exchange_strong(expected, First::in_the_making, std::memory_order_relaxed)) {
+    first_ = map;
+    first_data_ = data;
+    state_.store(First::made, std::memory_order_release);
+  }
+  return map;
+}
+
 }  // namespace headrace::cuda
