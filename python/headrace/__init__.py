@@ -7,12 +7,13 @@
 `headrace.integrations.transformers` an attention implementation for transformers, `headrace.jax` an operation of XLA.
 """
 
-from ._abi import api as _api
+from . import _binding
 from ._attention import (
     attention,
     attention_backward,
     attention_varlen,
     attention_varlen_backward,
+    check,
     dropout_mask,
     merge_states,
 )
@@ -20,7 +21,7 @@ from ._block_mask import BlockMask
 from ._options import Options
 from ._plan import Plan, explain, info
 
-__version__: str = _api.hr_version().decode()
+__version__ = _binding.version
 __all__ = [
     "BlockMask",
     "Options",
@@ -29,6 +30,7 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "check",
     "dropout_mask",
     "explain",
     "info",

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _abi
-from ._arrays import NumpyArrays, arrays_of
+from . import _binding
+from ._binding import backward, forward
 from ._block_mask import BlockMask
-from ._call import Call
 from ._options import Bound, Causal, Options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_LAYOUT = {4: "[batch, seqlen, heads, dim]", 3: "[total, heads, dim]"}
 
 
 def attention(
@@ -148,7 +144,7 @@ def attention_backward(
         A dict with dq, dk, dv, and dbias, dsinks where asked for, of the shapes and dtypes of their inputs.
         ValueError where a gradient is asked for without its input; other errors are those of `attention`.
     """
-    return backward(dout, q, k, v, out, lse, {}, dlse, need_dbias, need_dsinks, options)
+    return backward(dout, q, k, v, out, lse, {}, dlse, need_dbias, need_dsinks, options, False)
 
 
 def attention_varlen_backward(
@@ -168,7 +164,7 @@ def attention_varlen_backward(
 ) -> dict[str, Any]:
     """The gradients of `attention_varlen`: as `attention_backward`. Those of tokens of no sequence are 0."""
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return backward(dout, q, k, v, out, lse, lengths, dlse, need_dbias, need_dsinks, options)
+    return backward(dout, q, k, v, out, lse, lengths, dlse, need_dbias, need_dsinks, options, False)
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
@@ -184,21 +180,11 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
     Returns:
         (out, lse). Where one lse is -inf the other side comes back bit for bit; both -inf give (0, -inf).
     """
-    arrays = arrays_of("out_a", out_a)
-    if arrays.device or _requires_grad(out_a, lse_a, out_b, lse_b):
+    if getattr(out_a, "is_cuda", False) or _requires_grad(out_a, lse_a, out_b, lse_b):
         from .torch._merge import merge_states as merge_tensors
 
         return merge_tensors(out_a, lse_a, out_b, lse_b)
-    size = _abi.TENSOR.size
-    buffer = bytearray(6 * size)
-    inputs = (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
-    kept = [arrays.pack(name, x, buffer, i * size, name[0] == "o") for i, (name, x) in enumerate(inputs)]
-    out, lse = (arrays.empty(tuple(x.shape), arrays.code[x.dtype]) for x in kept[:2])
-    for i, (name, x) in enumerate((("out", out), ("lse", lse)), start=4):
-        arrays.pack(name, x, buffer, i * size, False)
-    tensors = (_abi.Tensor * 6).from_buffer(buffer)
-    _abi.check(_abi.api.hr_merge_states(*map(ctypes.byref, tensors)))
-    return arrays.result(out), arrays.result(lse)
+    return _binding.merge_states(out_a, lse_a, out_b, lse_b)
 
 
 def dropout_mask(
@@ -209,31 +195,21 @@ def dropout_mask(
     In a ragged batch, batch is the index of the sequence and positions count inside it. Philox4x32-10 (Salmon et al.,
     Parallel random numbers: as easy as 1, 2, 3, SC 2011). ValueError unless 0 <= dropout_p < 1 and 0 <= seed < 2^64.
     """
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed: is {seed}; it must be at least 0 and below 2^64")
-    keep = np.empty((batch, heads, seqlen_q, seqlen_k), np.bool_)
-    buffer = bytearray(_abi.TENSOR.size)
-    NumpyArrays().pack("keep", keep, buffer, 0, False)
-    _abi.check(_abi.api.hr_dropout_mask(ctypes.byref(_abi.Tensor.from_buffer(buffer)), dropout_p, seed))
-    return keep
+    return _binding.dropout_mask((batch, heads, seqlen_q, seqlen_k), dropout_p, seed)
 
 
-def prepare(q: Any, k: Any, v: Any, lengths: dict[str, Any]) -> tuple[Call, Any, Any, Any]:
-    """A call with what both passes read, and q, k, v as the library will read them."""
-    call = Call("q", q)
-    q, k, v = call.rows(q, k, v)
-    if lengths or not q.ndim == k.ndim == v.ndim == 4:
-        check_ranks(q, k, v, "cu_seqlens_q" in lengths)
-        for name, values in lengths.items():
-            call.lengths(name, values)
-    return call, q, k, v
+def check() -> None:
+    """Waits for PyTorch's current CUDA device, if a program uses one, and raises what went wrong there.
 
+    A call checks lengths before it returns, since it reads them on the host. A kernel that fails does so later, and would
+    be reported by whatever uses the device next.
 
-def check_ranks(q: Any, k: Any, v: Any, ragged: bool) -> None:
-    ndim = 3 if ragged else 4
-    if not q.ndim == k.ndim == v.ndim == ndim:
-        name, array = next(x for x in (("q", q), ("k", k), ("v", v)) if x[1].ndim != ndim)
-        raise ValueError(f"{name}: has {array.ndim} dimensions; it must have {ndim}: {_LAYOUT[ndim]}")
+    Raises:
+        RuntimeError: a kernel failed.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def result_shapes(q: tuple[int, ...], v: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -241,63 +217,12 @@ def result_shapes(q: tuple[int, ...], v: tuple[int, ...]) -> tuple[tuple[int, ..
     return (*q[:-1], v[-1]), (*q[:-3], q[-2], q[-3])
 
 
-def lse_code(code: int) -> int:
-    return _abi.FLOAT64 if code == _abi.FLOAT64 else _abi.FLOAT32
-
-
 def _differentiable(q: Any, k: Any, v: Any, lengths: dict[str, Any], return_lse: bool, options: Any) -> Any:
     if _wants_gradients(q, k, v, options):
         from .torch import attend
 
         return attend(q, k, v, lengths, return_lse, options)
-    return forward(q, k, v, lengths, return_lse, options)
-
-
-def forward(q: Any, k: Any, v: Any, lengths: dict[str, Any], return_lse: bool, options: Any) -> Any:
-    """The forward pass; lengths are cu_seqlens_* and seqused_*, those that are given."""
-    call, q, k, v = prepare(q, k, v, lengths)
-    call.options(**options)
-    code = call.arrays.code[q.dtype]
-    shape, value_dim = tuple(q.shape), v.shape[-1]  # slices of a torch.Size are slow
-    out = call.output_like("out", q) if shape[-1] == value_dim else call.output("out", (*shape[:-1], value_dim), code)
-    if not return_lse:
-        call.run(_abi.api.hr_forward)
-        return call.arrays.result(out)
-    lse = call.output("lse", (*shape[:-3], shape[-2], shape[-3]), lse_code(code))
-    call.run(_abi.api.hr_forward)
-    return call.arrays.result(out), call.arrays.result(lse)
-
-
-def backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    lengths: dict[str, Any],
-    dlse: Any,
-    need_dbias: bool,
-    need_dsinks: bool,
-    options: Any,
-) -> dict[str, Any]:
-    """The backward pass; lengths as in forward."""
-    call, q, k, v = prepare(q, k, v, lengths)
-    call.options(**options)
-    call.input("out", out, True)
-    call.input("lse", lse)
-    call.input("dout", dout, True)
-    if dlse is not None:
-        call.input("dlse", dlse)
-    gradients = {"dq": q, "dk": k, "dv": v}
-    for wanted, name in ((need_dbias, "bias"), (need_dsinks, "sinks")):
-        if wanted:
-            if name not in call.kept:
-                raise ValueError(f"need_d{name}: is True, but there is no {name}")
-            gradients[f"d{name}"] = call.kept[name]
-    results = {name: call.output_like(name, like) for name, like in gradients.items()}
-    call.run(_abi.api.hr_backward)
-    return {name: call.arrays.result(array) for name, array in results.items()}
+    return forward(q, k, v, lengths, return_lse, options, False)
 
 
 def _wants_gradients(q: Any, k: Any, v: Any, options: Any) -> bool:

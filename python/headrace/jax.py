@@ -18,11 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from . import _abi
-from ._arrays import NumpyArrays
-from ._attention import check_ranks, lse_code, result_shapes
+from . import _binding
+from ._attention import result_shapes
 from ._block_mask import BlockMask
-from ._call import Call
 from ._options import Bound, Causal, Options
 
 if TYPE_CHECKING:
@@ -120,11 +118,12 @@ def _seed_words(seed: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: _Static, tensors: dict[str, Any]) -> tuple[Any, Any]:
-    call = _describe(static, tensors)
-    code = NumpyArrays().code_of("q", tensors["q"].dtype)
-    out, lse = result_shapes(tensors["q"].shape, tensors["v"].shape)
-    results = {"out": (out, code), "lse": (lse, lse_code(code))}
-    return tuple(_run("headrace_jax_forward", _abi.FORWARD, call, tensors, results))  # type: ignore[return-value]
+    q, v = tensors["q"], tensors["v"]
+    template = _template(static, tensors, False, ())
+    out, lse = result_shapes(q.shape, v.shape)
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    results = {"out": jax.ShapeDtypeStruct(out, q.dtype), "lse": jax.ShapeDtypeStruct(lse, wide)}
+    return tuple(_run("headrace_jax_forward", template, tensors, results))  # type: ignore[return-value]
 
 
 def _attend_forward(static: _Static, primals: dict[str, Any]) -> tuple[Any, Any]:
@@ -142,39 +141,33 @@ def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[
     inputs["dout"] = jnp.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
     if not isinstance(dlse, SymbolicZero):
         inputs["dlse"] = dlse
-    call = _describe(static, inputs)
+    template = _template(static, inputs, True, tuple(wanted))
     names = ["q", "k", "v", *wanted]
-    results = {f"d{name}": (tensors[name].shape, NumpyArrays().code_of(name, tensors[name].dtype)) for name in names}
-    gradients = dict(zip(names, _run("headrace_jax_backward", _abi.BACKWARD, call, inputs, results)))
+    results = {f"d{name}": jax.ShapeDtypeStruct(tensors[name].shape, tensors[name].dtype) for name in names}
+    gradients = dict(zip(names, _run("headrace_jax_backward", template, inputs, results)))
     return ({name: gradients.get(name) for name in tensors},)
 
 
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
-def _describe(static: _Static, tensors: dict[str, Any]) -> Call:
-    """The call, of arrays that are known by shape and dtype alone."""
-    call, codes = Call("q", np.empty(0)), NumpyArrays()
-    check_ranks(tensors["q"], tensors["k"], tensors["v"], "cu_seqlens_q" in tensors)
-    for name, x in tensors.items():
-        if name != "seed":
-            call.describe(name, x.shape, codes.code_of(name, x.dtype))
-    _abi.BLOCKS.pack_into(call.memory, _abi.OFFSET["block_q"], *static.blocks)
-    call.options(**{name: x for name, x in static._asdict().items() if name != "blocks"})
-    return call
-
-
-def _run(target: str, direction: int, call: Call, inputs: dict[str, Any], results: dict[str, Any]) -> Any:
-    """Checks the call, and makes it an operation of the program that is traced."""
-    for name, (shape, code) in results.items():
-        call.describe(name, shape, code)
-    template = np.frombuffer(bytes(call.memory), np.uint8)
+def _template(static: _Static, tensors: dict[str, Any], backward: bool, wanted: tuple[str, ...]) -> np.ndarray:
+    """The hr_attention of a call, of arrays that are known by shape and dtype alone; its errors are those of the call."""
+    given = {name: (x.shape, x.dtype.name) for name, x in tensors.items()}
+    options = static._asdict()
+    blocks = options.pop("blocks")
+    options.update((name, given[name]) for name in ("bias", "mask", "alibi_slopes", "sinks") if name in given)
+    if "block_mask" in given:
+        options["block_mask"] = BlockMask(given["block_mask"], *blocks)
     # Lengths are not known yet; any that are legal do to check the rest.
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if name in inputs:
-            call.lengths(name, np.zeros(inputs[name].shape, np.int32))
-    with call.plan(direction):
-        pass
-    places = np.array([_abi.OFFSET[name] for name in (*inputs, *results)], np.int64)
-    shapes = [jax.ShapeDtypeStruct(shape, call.arrays.native[code]) for shape, code in results.values()]
-    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")(*inputs.values(), call=template, places=places)
+    lengths = {name: np.zeros(shape, np.int32) for name, (shape, _) in given.items() if name.startswith("cu_seqlens")}
+    gradients = "dlse" in given, "bias" in wanted, "sinks" in wanted
+    *_, template = _binding.plan(given["q"], given["k"], given["v"], lengths, options, backward, None, *gradients)
+    return np.frombuffer(template, np.uint8)
+
+
+def _run(target: str, template: np.ndarray, inputs: dict[str, Any], results: dict[str, Any]) -> Any:
+    """Makes a call an operation of the program that is traced."""
+    places = np.array([_binding.OFFSETS[name] for name in (*inputs, *results)], np.int64)
+    operation = jax.ffi.ffi_call(target, list(results.values()), vmap_method="sequential")
+    return operation(*inputs.values(), call=template, places=places)

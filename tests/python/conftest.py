@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,12 @@ SCALE = float(os.environ.get("HEADRACE_TEST_SCALE", 1))
 
 def pytest_report_header():
     return f"HEADRACE_TEST_SEED={SEED}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    problems = sys.modules.get("problems")
+    if problems is not None:
+        terminalreporter.write_line(f"{problems.Problem.answered} random calls were compared with float64 autograd")
 
 
 @pytest.fixture

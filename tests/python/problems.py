@@ -1,6 +1,7 @@
 """Random calls over the whole space of options, as torch tensors."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class Problem:
     v: torch.Tensor
     cu_seqlens: tuple | None
     options: dict = field(default_factory=dict)
+    answered: ClassVar[int] = 0  # how often the oracle was asked
 
     def call(self, **more):
         if self.cu_seqlens:
@@ -46,6 +48,7 @@ class Problem:
 
     def oracle(self):
         """(out, lse, inputs) in float64: inputs by name are leaves that require gradients."""
+        Problem.answered += 1
         leaves = {name: getattr(self, name).detach().double().requires_grad_() for name in "qkv"}
         options = dict(self.options)
         for name in ("bias", "sinks"):

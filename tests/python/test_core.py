@@ -11,7 +11,7 @@ import torch
 
 import headrace as hr
 from conftest import SCALE
-from headrace._call import use_backend
+from headrace._backend import use_backend
 from problems import DTYPES, assert_close, draw
 
 
@@ -90,6 +90,19 @@ def test_any_layout(rng):
     assert np.array_equal(hr.attention(transposed, torch.from_numpy(k), torch.from_numpy(v)).numpy(), want)
     one = np.broadcast_to(q[:1, :1], q.shape)
     assert np.array_equal(hr.attention(one, k, v), hr.attention(one.copy(), k, v))
+    unaligned = np.frombuffer(b"-" + q.tobytes(), np.float32, offset=1).reshape(q.shape)
+    assert not unaligned.flags.aligned and np.array_equal(hr.attention(unaligned, k, v), want)
+
+
+def test_gradients_of_any_layout(rng):
+    q, k, v, dout = (torch.from_numpy(x) for x in arrays(rng, 2, 20, 3, 8, n=4))
+    out, lse = hr.attention(q, k, v, return_lse=True)
+    want = hr.attention_backward(dout, q, k, v, out, lse)
+    spread = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (dout, q, k, v, out)]  # rows are not contiguous
+    outermost = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in (dout, q, k, v, out)]
+    for tensors in (spread, outermost):
+        for name, gradient in hr.attention_backward(*tensors, lse).items():
+            assert torch.equal(gradient, want[name])
 
 
 def test_other_arrays_with_dlpack(rng):
@@ -199,10 +212,20 @@ def test_info():
     assert hr.info()["version"] == hr.__version__
 
 
+def test_nothing_is_wrong():
+    assert hr.check() is None
+
+
 def test_metadata_of_any_integer_type(rng):
     q, k, v = arrays(rng, 10, 2, 8)
     want = hr.attention_varlen(q, k, v, np.array([0, 4, 10], np.int32), [0, 5, 10])
-    assert np.array_equal(hr.attention_varlen(q, k, v, np.array([0, 4, 10]), torch.tensor([0, 5, 10])), want)
+    strided = np.array([0, -1, 4, -1, 10, -1], np.int32)[::2]
+    for first, second in [
+        (np.array([0, 4, 10]), torch.tensor([0, 5, 10])),
+        (strided, torch.tensor([0, 5, 10], dtype=torch.int32)),
+        (torch.from_numpy(strided.copy()).repeat_interleave(2)[::2], torch.tensor([0, 5, 10], dtype=torch.uint8)),
+    ]:
+        assert np.array_equal(hr.attention_varlen(q, k, v, first, second), want)
     assert hr.attention_varlen(q[:0], k, v, [0], [0]).shape == (0, 2, 8)
 
 
@@ -222,6 +245,7 @@ Q = np.ones((2, 4, 2, 8), np.float32)
         (ValueError, "v", dict(v=Q[:1])),
         (ValueError, "q", dict(q=torch.empty(Q.shape, device="meta"))),
         (ValueError, "causal", dict(causal="yes")),
+        (ValueError, "causal", dict(causal=1)),
         (ValueError, "window", dict(window=3)),
         (TypeError, "window_left", dict(window=(0.5, None))),
         (ValueError, "window_right", dict(window=(None, 2**63))),
@@ -231,6 +255,8 @@ Q = np.ones((2, 4, 2, 8), np.float32)
         (TypeError, "softcap", dict(softcap=None)),
         (ValueError, "dropout_p", dict(dropout_p=1)),
         (ValueError, "seed", dict(seed=2**64)),
+        (ValueError, "seed", dict(seed=-1)),
+        (TypeError, "seed", dict(seed=0.5)),
         (TypeError, "bias", dict(bias=np.zeros((1, 1, 1, 1), np.int32))),
         (ValueError, "bias", dict(bias=np.zeros((4, 4), np.float32))),
         (ValueError, "bias", dict(bias=np.zeros((), np.float32))),
@@ -264,6 +290,32 @@ def test_errors_of_other_calls():
         hr.BlockMask(np.ones((1, 1, 1, 1), bool), 0, 4)
     with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
         hr.attention_varlen(Q[0], Q[0], Q[0], [0, 4], [0, 4], windows=3)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_references_are_given_back(rng, convert):
+    q, k, v = map(convert, arrays(rng, 1, 5, 2, 8))
+    bias = convert(np.zeros((1, 1, 5, 5), np.float32))
+    edges = np.array([0, 5], np.int32)
+
+    def calls():
+        out, lse = hr.attention(q, k, v, bias=bias, causal=True, window=(3, None), return_lse=True)
+        hr.attention_backward(out, q, k, v, out, lse, bias=bias, need_dbias=True)
+        hr.merge_states(out, lse, out, lse)
+        hr.attention_varlen(q[0], k[0], v[0], edges, edges)
+        hr.explain(q, k, v, bias=bias)
+        for change in (dict(causal=3), dict(k=k[..., :4]), dict(mask=bias), dict(window=3), dict(odd=1)):
+            with pytest.raises((TypeError, ValueError)):
+                hr.attention(**{"q": q, "k": k, "v": v, "bias": bias, **change})
+
+    def counts():
+        return [sys.getrefcount(x) for x in (q, k, v, bias, edges, q.dtype, True, None, hr.attention, ValueError)]
+
+    calls()
+    before = counts()
+    for _ in range(100):
+        calls()
+    assert all(abs(a - b) < 20 for a, b in zip(before, counts()))
 
 
 def test_other_threads_run_during_a_call():

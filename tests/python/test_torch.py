@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import library
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
@@ -88,7 +89,7 @@ def test_modes_see_the_operator():
     x = torch.randn(1, 5, 2, 8, requires_grad=True)
     with Mode():
         out = ht.attention(x, x, x)
-    assert "headrace.attention.default" in seen
+    assert "headrace.attention_forward.default" in seen
     torch.testing.assert_close(out, ht.attention(x, x, x))
     with torch._subclasses.FakeTensorMode() as fake:
         y = fake.from_tensor(x)
@@ -172,6 +173,20 @@ def test_compile_fullgraph():
         want.square().sum().backward(), got.square().sum().backward()
     for a, b in zip(model.parameters(), compiled.parameters()):
         torch.testing.assert_close(b.grad, a.grad)
+
+
+def test_compiled_programs_call_the_operators_without_a_formula():
+    programs = []
+
+    def compiler(program, inputs):
+        programs.append(program.code)
+        return program
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    torch.compile(lambda x: ht.attention(x, x, x), fullgraph=True, backend=backend)(x).sum().backward()
+    for program, name in zip(programs, ("attention_forward", "attention_backward"), strict=True):
+        assert f"torch.ops.headrace.{name}.default" in program and "headrace.attention.default" not in program
 
 
 def test_compiled_dropout_draws_its_seed():
@@ -282,6 +297,16 @@ def test_sdpa_is_that_of_torch(rng):
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
         for name, got, expected in zip("qkv", gradients, torch.autograd.grad(want.sum(), wide)):
             assert_close(f"d{name}", got, expected, 3 * DTYPES[q.dtype], 2)
+
+
+def test_sdpa_keeps_no_layout_but_its_own():
+    for q in (torch.randn(2, 4, 5, 8), torch.randn(2, 5, 4, 8).transpose(1, 2), torch.randn(4, 5, 2, 8).permute(2, 0, 1, 3)):
+        q.requires_grad_()
+        out = ht.scaled_dot_product_attention(q, q, q)
+        assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
+        torch.testing.assert_close(out, sdpa(q, q, q))
+        for got, want in zip(*(torch.autograd.grad(x.square().sum(), q) for x in (out, sdpa(q, q, q)))):
+            torch.testing.assert_close(got, want)
 
 
 def test_sdpa_arguments():

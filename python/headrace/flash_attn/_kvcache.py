@@ -99,4 +99,4 @@ def flash_attn_with_kvcache(
         options["mask"] = (torch.arange(capacity, device=q.device) >= cache_leftpad[:, None])[:, None, None, :]
     # A full cache is a dense call, which more backends know.
     lengths = {} if k is None and cache_seqlens is None else {"seqused_k": held}
-    return _attention.forward(q, keys, values, lengths, return_softmax_lse, options)
+    return _attention.forward(q, keys, values, lengths, return_softmax_lse, options, False)

@@ -42,8 +42,8 @@ def attention_varlen(
 
 def convert_for_autocast(q: Tensor, k: Tensor, v: Tensor, options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in the dtype of autocast, where it is on; a bias in options as well."""
-    device = q.device.type
-    if q.is_meta or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
+    device = "cpu" if q.is_cpu else q.device.type  # the latter is slow
+    if device == "meta" or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     bias = options.get("bias")

@@ -57,8 +57,11 @@ def _options(is_causal: bool, attn_mask: Tensor | None, scale: float | None, que
     return options
 
 
-def _rows(*tensors: Tensor) -> Any:
-    return tuple(x.transpose(1, 2) for x in tensors)
+def _gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    arguments = (grad_out, query, key, value, out, logsumexp)
+    return tuple(_attention.backward(*arguments, {}, None, False, False, options, True).values())
 
 
 def _cpu_forward(
@@ -71,10 +74,8 @@ def _cpu_forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    options = _options(is_causal, attn_mask, scale, query)
-    q, k, v = _rows(query, key, value)
-    out, lse = _attention.forward(q, k, v, {}, True, {**options, "dropout_p": dropout_p})
-    return out.transpose(1, 2), lse
+    options = {**_options(is_causal, attn_mask, scale, query), "dropout_p": dropout_p}
+    return _attention.forward(query, key, value, {}, True, options, True)
 
 
 def _cpu_backward(
@@ -90,10 +91,8 @@ def _cpu_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    options = _options(is_causal, attn_mask, scale, query)
-    dout, q, k, v, out = _rows(grad_out, query, key, value, out)
-    gradients = _attention.backward(dout, q, k, v, out, logsumexp, {}, None, False, False, {**options, "dropout_p": dropout_p})
-    return _rows(*gradients.values())
+    options = {**_options(is_causal, attn_mask, scale, query), "dropout_p": dropout_p}
+    return _gradients(grad_out, query, key, value, out, logsumexp, options)
 
 
 def _cuda_forward(
@@ -111,10 +110,9 @@ def _cuda_forward(
     # Philox's seed travels to the backward pass in the tensors that flash attention has for its own.
     seed = int(draw_seed()) if dropout_p else 0
     options = {**_options(is_causal, None, scale, query), "dropout_p": dropout_p, "seed": seed}
-    q, k, v = _rows(query, key, value)
-    out, lse = _attention.forward(q, k, v, {}, True, options)
+    out, lse = _attention.forward(query, key, value, {}, True, options, True)
     philox_seed, philox_offset = torch.tensor([seed, 0], dtype=torch.int64)
-    return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], philox_seed, philox_offset, query.new_empty(0)
+    return out, lse, None, None, query.shape[2], key.shape[2], philox_seed, philox_offset, query.new_empty(0)
 
 
 def _cuda_backward(
@@ -137,6 +135,4 @@ def _cuda_backward(
 ) -> tuple[Tensor, ...]:
     seed = int(philox_seed) if dropout_p else 0
     options = {**_options(is_causal, None, scale, query), "dropout_p": dropout_p, "seed": seed}
-    dout, q, k, v, out = _rows(grad_out, query, key, value, out)
-    gradients = _attention.backward(dout, q, k, v, out, logsumexp, {}, None, False, False, options)
-    return _rows(*gradients.values())
+    return _gradients(grad_out, query, key, value, out, logsumexp, options)

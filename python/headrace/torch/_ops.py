@@ -1,5 +1,8 @@
-"""Custom operators of PyTorch: headrace::attention and headrace::attention_backward, with all that a transformation of
-PyTorch asks of an operator: a fake kernel (torch.compile, export), a formula for autograd, and a rule for vmap.
+"""Custom operators of PyTorch, with all that a transformation of PyTorch asks of an operator: a fake kernel
+(torch.compile, export), a formula for autograd, and a rule for vmap.
+
+headrace::attention is what programs call. Where PyTorch has taken gradients apart, it is headrace::attention_forward and
+headrace::attention_backward, which have no formula and so cost a compiled program half as much to call.
 """
 
 from __future__ import annotations
@@ -24,25 +27,46 @@ _OPTIONS = (
 # No argument has a default, so that every rule below sees all of them.
 _COMMON = ", ".join(f"Tensor? {name}" for name in _TENSORS) + ", " + _OPTIONS
 _FIRST_OPTION = 3 + len(_TENSORS)
+_GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")  # what backward returns, in this order
 
-library.define("headrace::attention", f"(Tensor q, Tensor k, Tensor v, {_COMMON}) -> (Tensor out, Tensor lse)")
+for _name in ("attention", "attention_forward"):
+    library.define(f"headrace::{_name}", f"(Tensor q, Tensor k, Tensor v, {_COMMON}) -> (Tensor out, Tensor lse)")
 # A gradient that was not asked for is a tensor without elements: operators cannot return None.
 library.define(
     "headrace::attention_backward",
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool need_dbias, bool need_dsinks, "
     f"Tensor q, Tensor k, Tensor v, {_COMMON}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
 )
-_forward_op = torch.ops.headrace.attention.default
+_attention_op = torch.ops.headrace.attention.default
+_forward_op = torch.ops.headrace.attention_forward.default
 _backward_op = torch.ops.headrace.attention_backward.default
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], return_lse: bool, options: Options) -> Any:
-    """headrace.attention and attention_varlen for PyTorch; `seed` may be a tensor, too. A call that nothing but
-    autograd can see goes past the operator, which alone costs more than the rest of a small call."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], return_lse: bool, options: Options, heads_first: bool = False
+) -> Any:
+    """headrace.attention and attention_varlen for PyTorch; `seed` may be a tensor, too. heads_first: q, k, v and out are
+    `[batch, heads, seqlen, dim]`. A call that nothing but autograd can see goes past the operator, which alone costs more
+    than the rest of a small call."""
     if _is_eager(q, k, v, options):
-        return _attend_eagerly(q, k, v, lengths, return_lse, options)
-    out, lse = _run(_forward_op, *_arguments(q, k, v, lengths, options))
+        return _attend_eagerly(q, k, v, lengths, return_lse, options, heads_first)
+    if heads_first:
+        q, k, v = _exchange(q, k, v)
+    arguments = _arguments(q, k, v, lengths, options)
+    out, lse = _Attention.apply(*arguments) if _is_transformed() else _attention_op(*arguments)
+    if heads_first:
+        (out,) = _exchange(out)
     return (out, lse) if return_lse else out
+
+
+def _exchange(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Heads for rows."""
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func has to see a call; it knows no formula of an operator, but that of a Function."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], options: Any) -> tuple[Any, ...]:
@@ -82,7 +106,8 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], options
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-
+_MAY_BE_TENSORS = frozenset(("bias", "mask", "alibi_slopes", "sinks", "seed"))
+_SAVED = ("bias", "sinks", "mask", "alibi_slopes")  # what backward finds changed, if it was
 
 def _is_eager(q: Any, k: Any, v: Any, options: Any) -> bool:
     """Whether no compiler, transformation or mode of PyTorch has to see the call, and all tensors are plain ones."""
@@ -90,8 +115,8 @@ def _is_eager(q: Any, k: Any, v: Any, options: Any) -> bool:
         return False
     if q.is_meta:
         return False  # the operator knows the shapes of results
-    for x in options.values():
-        if isinstance(x, Tensor) and type(x) not in _PLAIN:
+    for name, x in options.items():
+        if name in _MAY_BE_TENSORS and type(x) not in _PLAIN and isinstance(x, Tensor):
             return False
     return not (
         torch._C._len_torch_dispatch_stack()
@@ -100,10 +125,11 @@ def _is_eager(q: Any, k: Any, v: Any, options: Any) -> bool:
     )
 
 
-def _attend_eagerly(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], return_lse: bool, options: Any) -> Any:
-    seed = options.get("seed")
-    if isinstance(seed, Tensor):
-        options = {**options, "seed": int(seed)}
+def _attend_eagerly(
+    q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], return_lse: bool, options: Any, heads_first: bool
+) -> Any:
+    if isinstance(options.get("seed", 0), Tensor):
+        options = {**options, "seed": int(options["seed"])}
     if torch.is_grad_enabled():
         bias, sinks = options.get("bias"), options.get("sinks")
         if (
@@ -113,9 +139,9 @@ def _attend_eagerly(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], re
             or (bias is not None and bias.requires_grad)
             or (sinks is not None and sinks.requires_grad)
         ):
-            out, lse = _apply_eagerly(q, k, v, bias, sinks, lengths, options)
+            out, lse = _apply_eagerly(q, k, v, bias, sinks, lengths, options, heads_first)
             return (out, lse) if return_lse else out
-    return _attention.forward(q, k, v, lengths, return_lse, options)
+    return _attention.forward(q, k, v, lengths, return_lse, options, heads_first)
 
 
 class _Eager(torch.autograd.Function):
@@ -131,28 +157,33 @@ class _Eager(torch.autograd.Function):
         sinks: Tensor | None,
         lengths: dict[str, Any],
         options: Any,
+        heads_first: bool,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _attention.forward(q, k, v, lengths, True, options)
+        out, lse = _attention.forward(q, k, v, lengths, True, options, heads_first)
         ctx.set_materialize_grads(False)
-        tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
-        ctx.save_for_backward(q, k, v, out, lse, *tensors.values())
-        ctx.names, ctx.lengths, ctx.options = tuple(tensors), lengths, options
+        ctx.save_for_backward(q, k, v, out, lse, bias, sinks, options.get("mask"), options.get("alibi_slopes"))
+        ctx.rest = lengths, options, heads_first
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        _, _, _, need_dbias, need_dsinks, _, _ = ctx.needs_input_grad
+        lengths, options, heads_first = ctx.rest
+        _, _, _, need_dbias, need_dsinks, _, _, _ = ctx.needs_input_grad
         if dout is None:
             dout = torch.zeros_like(out)
-        options = {**ctx.options, **dict(zip(ctx.names, tensors))}
-        if torch.is_grad_enabled() or not _is_eager(dout, out, lse, options):  # the operator refuses second gradients
-            arguments = _arguments(q, k, v, ctx.lengths, options)
-            results = _run(_backward_op, dout, dlse, out, lse, need_dbias, need_dsinks, *arguments)
-            gradients = dict(zip(("dq", "dk", "dv", "dbias", "dsinks"), results))
+        options = {**options, **dict(zip(_SAVED, tensors))}
+        if torch.is_grad_enabled() or not _is_eager(dout, out, lse, options):
+            if heads_first:
+                dout, q, k, v, out = _exchange(dout, q, k, v, out)
+            arguments = _arguments(q, k, v, lengths, options)
+            results = _run_backward(dout, dlse, out, lse, need_dbias, need_dsinks, *arguments)
+            gradients = dict(zip(_GRADIENTS, results))
+            if heads_first:
+                gradients.update(zip(_GRADIENTS, _exchange(*results[:3])))
         else:
             gradients = _attention.backward(
-                dout, q, k, v, out, lse, ctx.lengths, dlse, need_dbias, need_dsinks, options
+                dout, q, k, v, out, lse, lengths, dlse, need_dbias, need_dsinks, options, heads_first
             )
         return (
             gradients["dq"],
@@ -162,6 +193,7 @@ class _Eager(torch.autograd.Function):
             gradients["dsinks"] if need_dsinks else None,
             None,
             None,
+            None,
         )
 
 
@@ -169,17 +201,16 @@ class _Eager(torch.autograd.Function):
 _apply_eagerly = super(torch.autograd.Function, _Eager).apply
 
 
-def _split(rest: tuple[Any, ...]) -> tuple[dict[str, Any], Options]:
+def _split(rest: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Lengths and options of headrace's functions, from what follows q, k, v."""
-    given = dict(zip(_TENSORS, rest))
-    block_q, block_k, causal, left, right, scale, softcap, dropout_p, seed, deterministic, batch_invariant = rest[
-        len(_TENSORS) :
-    ]
-    lengths = {name: x for name in _LENGTHS if (x := given.pop(name)) is not None}
-    seed_tensor, mask = given.pop("seed_tensor"), given.pop("block_mask")
-    return lengths, {
-        **given,  # type: ignore[typeddict-item]
-        "block_mask": None if mask is None else BlockMask(mask, block_q, block_k),
+    bias, mask, alibi_slopes, sinks, blocks, *lengths, seed_tensor, block_q, block_k = rest[: len(_TENSORS) + 2]
+    causal, left, right, scale, softcap, dropout_p, seed, deterministic, batch_invariant = rest[len(_TENSORS) + 2 :]
+    return {name: x for name, x in zip(_LENGTHS, lengths) if x is not None}, {
+        "bias": bias,
+        "mask": mask,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "block_mask": None if blocks is None else BlockMask(blocks, block_q, block_k),
         "causal": causal or False,
         "window": (left, right),
         "scale": scale,
@@ -191,10 +222,10 @@ def _split(rest: tuple[Any, ...]) -> tuple[dict[str, Any], Options]:
     }
 
 
-@library.impl("headrace::attention", "default")
+@library.impl("headrace::attention_forward", "default")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lengths, options = _split(rest)
-    return _attention.forward(q, k, v, lengths, True, options)
+    return _attention.forward(q, k, v, lengths, True, options, False)
 
 
 @library.impl("headrace::attention_backward", "default")
@@ -203,10 +234,11 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     q, k, v = rest[:3]
     lengths, options = _split(rest[3:])
-    gradients = _attention.backward(dout, q, k, v, out, lse, lengths, dlse, need_dbias, need_dsinks, options)
-    return tuple(gradients[name] if name in gradients else q.new_empty(0) for name in ("dq", "dk", "dv", "dbias", "dsinks"))
+    gradients = _attention.backward(dout, q, k, v, out, lse, lengths, dlse, need_dbias, need_dsinks, options, False)
+    return tuple(gradients[name] if name in gradients else q.new_empty(0) for name in _GRADIENTS)
 
 
+@library.register_fake("headrace::attention_forward")
 @library.register_fake("headrace::attention")
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out, lse = result_shapes(q.shape, v.shape)
@@ -226,40 +258,6 @@ def _backward_fake(
         bias.new_empty(bias.shape) if need_dbias and bias is not None else q.new_empty(0),
         sinks.new_empty(sinks.shape) if need_dsinks and sinks is not None else q.new_empty(0),
     )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_FIRST_OPTION], *output)
-    ctx.options = inputs[_FIRST_OPTION:]
-
-
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse = ctx.saved_tensors
-    bias = 3 + _TENSORS.index("bias")
-    sinks = 3 + _TENSORS.index("sinks")
-    need_dbias, need_dsinks = ctx.needs_input_grad[bias], ctx.needs_input_grad[sinks]
-    if dout is None:
-        dout = torch.zeros_like(out)
-    dq, dk, dv, dbias, dsinks = _run(
-        _backward_op, dout, dlse, out, lse, need_dbias, need_dsinks, *inputs, *ctx.options
-    )
-    gradients: list[Tensor | None] = [dq, dk, dv, *[None] * (len(_TENSORS) + len(ctx.options))]
-    if need_dbias:
-        gradients[bias] = dbias
-    if need_dsinks:
-        gradients[sinks] = dsinks
-    return tuple(gradients)
-
-
-library.register_autograd("headrace::attention", _gradients, setup_context=_setup_context)
-
-
-def _no_second_gradients(ctx: Any, *gradients: Any) -> None:
-    raise NotImplementedError("headrace: the gradients of attention cannot be differentiated once more")
-
-
-library.register_autograd("headrace::attention_backward", _no_second_gradients)
 
 
 def _vmap(operator: Any, dense: tuple[int, ...], info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
@@ -285,12 +283,32 @@ def _vmap(operator: Any, dense: tuple[int, ...], info: Any, in_dims: tuple[Any, 
     return tuple(results), (0,) * len(results)
 
 
-class _Forward(torch.autograd.Function):
-    """The operator under torch.func: what register_autograd makes does not support its transforms."""
+class _Attention(torch.autograd.Function):
+    """The formula of headrace::attention."""
 
     forward = staticmethod(_forward_op.__call__)
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_gradients)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:_FIRST_OPTION], *output)
+        ctx.options = inputs[_FIRST_OPTION:]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        bias = 3 + _TENSORS.index("bias")
+        sinks = 3 + _TENSORS.index("sinks")
+        need_dbias, need_dsinks = ctx.needs_input_grad[bias], ctx.needs_input_grad[sinks]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        results = _run_backward(dout, dlse, out, lse, need_dbias, need_dsinks, *inputs, *ctx.options)
+        gradients: list[Tensor | None] = [*results[:3], *[None] * (len(_TENSORS) + len(ctx.options))]
+        if need_dbias:
+            gradients[bias] = results[3]
+        if need_dsinks:
+            gradients[sinks] = results[4]
+        return tuple(gradients)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
@@ -298,9 +316,14 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
+    """headrace::attention_backward where somebody may want gradients of gradients, of which there are none."""
+
     forward = staticmethod(_backward_op.__call__)
     setup_context = staticmethod(lambda ctx, inputs, output: None)
-    backward = staticmethod(_no_second_gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        raise NotImplementedError("headrace: the gradients of attention cannot be differentiated once more")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
@@ -308,7 +331,16 @@ class _Backward(torch.autograd.Function):
         return _vmap(_backward_op, dense, info, in_dims, arguments)
 
 
-def _run(operator: Any, *arguments: Any) -> Any:
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return (_Forward if operator is _forward_op else _Backward).apply(*arguments)
-    return operator(*arguments)
+def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _Backward.apply(*arguments) if torch.is_grad_enabled() or _is_transformed() else _backward_op(*arguments)
+
+
+def _with_formula(*arguments: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+        return _Attention.apply(*arguments)
+    return _forward_op(*arguments)
+
+
+_implementations = library.Library("headrace", "IMPL")
+_implementations.impl("attention", _with_formula, "Autograd")
+_implementations.impl("attention", _forward_op, "CompositeExplicitAutograd")

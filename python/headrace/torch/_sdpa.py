@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import attention
+from ._attention import convert_for_autocast
+from ._ops import attend
 
 
 def draw_seed() -> Tensor:
@@ -48,8 +49,7 @@ def scaled_dot_product_attention(
         # Almost every call is one of these, and is not charged for what others need.
         q_shape, k_shape = query.shape, key.shape
         if q_shape[0] == k_shape[0] == value.shape[0] and (enable_gqa or q_shape[1] == k_shape[1]):
-            q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-            return attention(q, k, v, causal=causal, scale=scale).transpose(1, 2)
+            return _heads_first(query, key, value, {"causal": causal, "scale": scale})
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: is given together with is_causal; only one of them can be")
     if min(query.ndim, key.ndim, value.ndim) < 2:
@@ -69,8 +69,13 @@ def scaled_dot_product_attention(
         name = "mask" if attn_mask.dtype == torch.bool else "bias"
         options[name] = _four_dimensions(attn_mask, leading)
     q, k, v = (x.expand(*leading, *x.shape[-3:]).flatten(0, -4) if leading else x[None] for x in (query, key, value))
-    out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
+    out = _heads_first(q, k, v, options)
     return out.reshape(*leading, *out.shape[1:])
+
+
+def _heads_first(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    q, k, v = convert_for_autocast(query, key, value, options)
+    return attend(q, k, v, {}, False, options, heads_first=True)  # type: ignore[arg-type]
 
 
 def _four_dimensions(mask: Tensor, leading: torch.Size) -> Tensor:
