@@ -9,64 +9,106 @@
 namespace headrace::cuda {
 
 constexpr int kThreads = 256, kRowsAtOnce = kThreads / LANES;
+constexpr int kBatch = 4 * kRowsAtOnce <= QUERIES ? 4 : QUERIES / kRowsAtOnce;
 // Beyond this the rounding of an lse is worth more than 2^-2 in an exponent.
 constexpr float kLargeLse = 0x1p21f;
 
-// Columns [8 lane, 8 lane + 8) of a row; 0 behind its end.
-__device__ inline void load_columns(const BackwardStatisticsParams& p, const void* data, long long at, int lane,
-                                    float (&x)[8]) {
-  const int columns = p.value_dim - 8 * lane;
+// 8 columns of a row, as they are in memory.
+struct Chunk {
+  static constexpr int kWords = FLOAT32 ? 8 : 4;
+  unsigned word[kWords];
+
+  __device__ float operator[](int n) const {
+#if FLOAT32
+    return __uint_as_float(word[n]);
+#else
+    return to_float(static_cast<Element>(n % 2 == 0 ? word[n / 2] & 0xFFFF : word[n / 2] >> 16));
+#endif
+  }
+};
+
+// Columns [8 lane, 8 lane + 8) of the row at `at`; 0 behind its end. kWhole: there is none, and 16 bytes can be read at
+// once.
+template <bool kWhole>
+__device__ inline Chunk load_columns(const BackwardStatisticsParams& p, const void* data, long long at, int lane) {
+  Chunk chunk;
 #if FLOAT32
   const float* row = static_cast<const float*>(data) + at + 8 * lane;
-#pragma unroll
-  for (int n = 0; n < 8; ++n) x[n] = n < columns ? row[n] : 0.0f;
 #else
   const Element* row = static_cast<const Element*>(data) + at + 8 * lane;
-  if (p.vectors != 0 && columns >= 8) {
-    const uint4 chunk = *reinterpret_cast<const uint4*>(row);
-    const unsigned pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
-      x[n] = to_float(static_cast<Element>(n % 2 == 0 ? pairs[n / 2] & 0xFFFF : pairs[n / 2] >> 16));
-    return;
-  }
-#pragma unroll
-  for (int n = 0; n < 8; ++n) x[n] = n < columns ? to_float(row[n]) : 0.0f;
 #endif
+  if constexpr (kWhole) {
+#pragma unroll
+    for (int n = 0; n < Chunk::kWords; n += 4) {
+      const uint4 four = __ldg(reinterpret_cast<const uint4*>(row) + n / 4);
+      chunk.word[n] = four.x;
+      chunk.word[n + 1] = four.y;
+      chunk.word[n + 2] = four.z;
+      chunk.word[n + 3] = four.w;
+    }
+  } else {
+    const auto element = [&](int n) { return 8 * lane + n < p.value_dim ? row[n] : 0; };
+#pragma unroll
+    for (int n = 0; n < Chunk::kWords; ++n) {
+#if FLOAT32
+      chunk.word[n] = __float_as_uint(element(n));
+#else
+      chunk.word[n] = static_cast<unsigned>(element(2 * n)) | static_cast<unsigned>(element(2 * n + 1)) << 16;
+#endif
+    }
+  }
+  return chunk;
+}
+
+// Rows first, first + kRowsAtOnce, ... of tile m, on their way from memory together. Whether one has a large lse.
+template <bool kWhole>
+__device__ inline bool make_rows(const BackwardStatisticsParams& p, int h, int b, int m, int first, float* to) {
+  const int lane = static_cast<int>(threadIdx.x) % LANES;
+  Chunk out[kBatch] = {}, dout[kBatch] = {};
+  float lse[kBatch], dlse[kBatch] = {};
+#pragma unroll
+  for (int n = 0; n < kBatch; ++n) {
+    const int i = m * QUERIES + first + n * kRowsAtOnce;
+    lse[n] = minus_infinity();
+    if (i >= p.seqlen_q) continue;
+    const auto at = [&](const HopperForwardParams::Strides3& strides, int second, int third) {
+      return b * strides.s0 + second * strides.s1 + third * strides.s2;
+    };
+    out[n] = load_columns<kWhole>(p, p.out, at(p.out_strides, i, h), lane);
+    dout[n] = load_columns<kWhole>(p, p.dout, at(p.dout_strides, i, h), lane);
+    lse[n] = p.lse[at(p.lse_strides, h, i)];
+    if (p.dlse != nullptr) dlse[n] = p.dlse[at(p.dlse_strides, h, i)];
+  }
+  bool large = false;
+#pragma unroll
+  for (int n = 0; n < kBatch; ++n) {
+    float d = 0.0f;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) d = fmaf(out[n][c], dout[n][c], d);
+    for (int distance = LANES / 2; distance > 0; distance /= 2) d += __shfl_xor_sync(~0u, d, distance);
+    const bool empty = lse[n] == minus_infinity();
+    large = large || (!empty && !(fabsf(lse[n]) <= kLargeLse));
+    if (lane != 0) continue;
+    const int r = first + n * kRowsAtOnce;
+    float* pair = to + (r / 2) * (sizeof(RowPair) / sizeof(float)) + (r & 1);
+    pair[0] = empty ? minus_infinity() : -lse[n] * p.lse_factor;
+    pair[2] = empty ? 0.0f : dlse[n] - d;
+  }
+  return large;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     backward_statistics(const __grid_constant__ BackwardStatisticsParams p) {
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % LANES;
+  const int thread = static_cast<int>(threadIdx.x);
   const unsigned head = p.query_tiles.quotient(blockIdx.x);
   const int m = static_cast<int>(blockIdx.x - head * p.query_tiles.divisor);
   const int b = static_cast<int>(p.heads_q.quotient(head)), h = static_cast<int>(head - b * p.heads_q.divisor);
   float* to = p.statistics + static_cast<long long>(blockIdx.x) * statistics_words(QUERIES);
+  const bool whole = p.vectors != 0 && p.value_dim == 8 * LANES;
   bool large = false;
-  for (int r = thread / LANES; r < QUERIES; r += kRowsAtOnce) {
-    const int i = m * QUERIES + r;
-    const bool inside = i < p.seqlen_q;
-    float minus_lse = minus_infinity(), minus_d = 0.0f, d = 0.0f;
-    if (inside) {
-      float out[8], dout[8];
-      load_columns(p, p.out, b * p.out_strides.s0 + i * p.out_strides.s1 + h * p.out_strides.s2, lane, out);
-      load_columns(p, p.dout, b * p.dout_strides.s0 + i * p.dout_strides.s1 + h * p.dout_strides.s2, lane, dout);
-#pragma unroll
-      for (int n = 0; n < 8; ++n) d = fmaf(out[n], dout[n], d);
-    }
-    for (int distance = LANES / 2; distance > 0; distance /= 2) d += __shfl_xor_sync(~0u, d, distance);
-    const float lse = inside ? p.lse[b * p.lse_strides.s0 + h * p.lse_strides.s1 + i * p.lse_strides.s2] : minus_lse;
-    if (lse != minus_infinity()) {
-      minus_lse = -lse * p.lse_factor;
-      minus_d = -d;
-      if (p.dlse != nullptr) minus_d += p.dlse[b * p.dlse_strides.s0 + h * p.dlse_strides.s1 + i * p.dlse_strides.s2];
-      large = large || !(fabsf(lse) <= kLargeLse);
-    }
-    if (lane == 0) {
-      float* pair = to + (r / 2) * (sizeof(RowPair) / sizeof(float)) + (r & 1);
-      pair[0] = minus_lse;
-      pair[2] = minus_d;
-    }
+  for (int first = thread / LANES; first < QUERIES; first += kBatch * kRowsAtOnce) {
+    const bool some = whole ? make_rows<true>(p, h, b, m, first, to) : make_rows<false>(p, h, b, m, first, to);
+    large = large || some;
   }
   const bool any_large = __syncthreads_or(large) != 0;
   if (thread < kTileWords) to[2 * QUERIES + thread] = any_large ? 1.0f : 0.0f;

@@ -8,6 +8,9 @@
 // products on the tensor cores: dv, dk, dq of the step before, S^T and dp^T of the next step. The warpgroups take turns
 // with these runs, so that the arithmetic of one hides behind the products of the other.
 //
+// Blocks of threads stay: each takes key tile after key tile, and loads the first queries of the next while it stores
+// what it made of the last.
+//
 // dq is summed in device memory, in float32, by bulk reductions out of shared memory. Deterministic: the key tiles of a
 // head add to a query tile's dq in a fixed order. They begin at different queries and follow one another round, so that
 // few ever wait; see turn_of().
@@ -48,36 +51,27 @@ static_assert(kHalfIsRows ? HEAD_DIM == 64 : kQueries == 64 && kHeadPanels == 2)
 constexpr int kHalfFloats = 64 * 64;
 constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
 constexpr int kSenders = 3;  // of dq
+constexpr int kItems = 2;    // that are known ahead
 constexpr int kTurn = 4;     // barriers kTurn, kTurn + 1: the warpgroups' turns
-
-struct alignas(1024) Shared {
-  Element k[kHeadPanels][kKeys * kPanel];
-  Element v[kValuePanels][kKeys * kPanel];
-  Element q[STAGES][kHeadPanels][kQueries * kPanel];
-  Element dout[STAGES][kValuePanels][kQueries * kPanel];
-  Element ds[2][2][kQueries * kPanel];   // of two steps, the warpgroups' keys
-  float dq[kWarpgroups][4][8 * 32 * 4];  // on its way out, warp by warp as in registers
-  float statistics[STAGES][kStatisticsBytes / 4];
-  unsigned long long k_full, v_full;
-  unsigned long long q_full[STAGES], q_empty[STAGES];  // with dout and statistics
-  unsigned long long ds_full[2];
-  unsigned long long dq_full[kWarpgroups][kSenders], dq_empty[kWarpgroups];  // full: for each sender
-  unsigned item;
-};
-
-extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
 
 // ---- what a block of threads does ----
 
 // The order of all items: some heads at a time, a section, as many as leave room in the L2 cache for what is read and
-// summed. Under a band a section's heads take turns; key tiles that see few queries come first, so that none waits for
-// one behind it, but in the last section, where what takes long comes first. Without one a section is done gang by
-// gang, what fills the device at a time: a gang of a head is every key tile whose number leaves the same rest.
+// summed. In order (p.in_order: under a band, or where a head has few key tiles) a section's heads take turns; key
+// tiles that see few queries come first, so that none waits for one behind it, but in the last section, where what
+// takes long comes first. Else a section is done gang by gang, what fills the device at a time: a gang of a head is
+// every key tile whose number leaves the same rest.
 struct Item : KeyTile {
   int gang, member;  // n = gang + member * gangs
   int members;       // of the gang
 
+  static constexpr int kNone = -1;  // n where there are no more items
+
   __device__ Item(const HopperBackwardParams& p, unsigned index) {
+    if (index >= p.items) {
+      n = kNone;
+      return;
+    }
     const int key_tiles = static_cast<int>(p.key_tiles), gangs = static_cast<int>(p.gangs);
     const unsigned section = p.section_items.quotient(index), in_section = index - section * p.section_items.divisor;
     const unsigned first_head = section * p.section_heads;
@@ -96,27 +90,46 @@ struct Item : KeyTile {
     }
     b = static_cast<int>(p.heads_kv.quotient(head));
     h = head - b * static_cast<int>(p.heads_kv.divisor);
-    step = p.any_band && (section == p.turned_section) != (p.downwards != 0) ? -1 : 1;
-    if (DETERMINISTIC && p.any_band && step > 0) member = members - 1 - member;
+    step = p.in_order && (section == p.turned_section) != (p.downwards != 0) ? -1 : 1;
+    if (DETERMINISTIC && p.in_order && step > 0) member = members - 1 - member;
     n = gang + member * gangs;
     find_queries(p);
-    start = !p.any_band ? member * end / members : step > 0 ? begin : end - 1;
+    start = !p.in_order ? member * end / members : step > 0 ? begin : end - 1;
   }
 };
+
+struct alignas(1024) Shared {
+  Element k[kHeadPanels][kKeys * kPanel];
+  Element v[kValuePanels][kKeys * kPanel];
+  Element q[STAGES][kHeadPanels][kQueries * kPanel];
+  Element dout[STAGES][kValuePanels][kQueries * kPanel];
+  Element ds[2][2][kQueries * kPanel];   // of two steps, the warpgroups' keys
+  float dq[kWarpgroups][4][8 * 32 * 4];  // on its way out, warp by warp as in registers
+  float statistics[STAGES][kStatisticsBytes / 4];
+  unsigned long long k_full, v_full, keys_empty;
+  unsigned long long q_full[STAGES], q_empty[STAGES];  // with dout and statistics
+  unsigned long long ds_full[2];
+  unsigned long long dq_full[kWarpgroups][kSenders], dq_empty[kWarpgroups];  // full: for each sender
+  unsigned long long item_full[kItems], item_empty[kItems], sent;
+  Item item[kItems];
+};
+
+extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
 
 // When a key tile may add to the dq of query tile m: after so many others. The key tiles that visit m are an interval.
 // They come gang after gang.
 //
-// Without a band the starts of a gang are spread over the queries: the member that starts last at or before m comes
-// first, then those before it, then round. They wait for one another, and are no more than the device works on at a
-// time.
+// In order each begins at its first query tile, under a causal mask later than the key tile before it: the last one is
+// the first to come to m, and the others follow. In the last section they go down from the last query tile, and key
+// tile 0, which is begun first, is the first to come to m. With only a lower bound of the band all this is turned
+// round.
 //
-// Under a causal mask each begins at its first query tile, later than the key tile before it: the last one is the first
-// to come to m, and the others follow. In the last section they go down from the last query tile, and key tile 0, which
-// is begun first, is the first to come to m. With a lower bound of the band instead all this is turned round.
+// Else the starts of a gang are spread over the queries: the member that starts last at or before m comes first, then
+// those before it, then round. They wait for one another, and are no more than the device works on at a time.
 //
 // Nothing waits for ever: a ticket says which item a block of threads takes, so that all items before it have been
-// begun; none waits for an item behind it, but inside gangs without a band.
+// begun, or will be by a block that waits for none behind them; no item waits for one behind it, but inside gangs.
+// There a block takes a ticket when all that it did before has been added: so it has none that waits for it.
 __device__ inline int turn_of(const HopperBackwardParams& p, const Item& item, int m) {
   const int gangs = static_cast<int>(p.gangs);
   const Range keys = band(p).keys_of_rows(rows_of(p, m));
@@ -125,12 +138,22 @@ __device__ inline int turn_of(const HopperBackwardParams& p, const Item& item, i
   const int before = in_gangs_before(end) - in_gangs_before(first);
   const auto members_below = [&](int tile) { return (max(tile - item.gang, 0) + gangs - 1) / gangs; };
   const int low = members_below(first), high = members_below(end) - 1;
-  if (p.any_band) return before + (item.step > 0 ? high - item.member : item.member - low);
+  if (p.in_order) return before + (item.step > 0 ? high - item.member : item.member - low);
   const int leader = static_cast<int>(p.query_tiles.quotient((m + 1) * item.members - 1));
   return before + (item.member <= leader ? leader - item.member : leader + 1 + high - item.member);
 }
 
-// ---- the producer's threads: one loads, two send dq ----
+// The items of a block of threads, one after another, as the loading thread makes them known.
+using ItemRing = ptx::RingPosition<kItems>;
+__device__ inline const Item& wait_item(const Shared& shared, const ItemRing& ring) {
+  ptx::mbarrier_wait(ptx::shared_address(&shared.item_full[ring.slot]), ring.parity);
+  return shared.item[ring.slot];
+}
+__device__ inline void release_item(Shared& shared, const ItemRing& ring) {
+  ptx::mbarrier_arrive(ptx::shared_address(&shared.item_empty[ring.slot]));
+}
+
+// ---- the producer's threads: one loads, three send dq ----
 
 struct Loader {
   const HopperBackwardParams& p;
@@ -146,22 +169,47 @@ struct Loader {
     ptx::bulk_load(ptx::shared_address(shared.statistics[slot]), p.statistics + steps.place() * (kStatisticsBytes / 4),
                    kStatisticsBytes, barrier);
   }
-  __device__ void run(const Item& item) {
-    Steps steps(p, item);
-    if (!steps.any()) return;
-    const unsigned k_full = ptx::shared_address(&shared.k_full), v_full = ptx::shared_address(&shared.v_full);
-    ptx::mbarrier_expect(k_full, sizeof(shared.k));
-    load_panels<kKeys>(shared.k, k, k_full, item.n * kKeys, item.h, item.b);
-    load_step(steps, 0);
-    ptx::mbarrier_expect(v_full, sizeof(shared.v));
-    load_panels<kKeys>(shared.v, v, v_full, item.n * kKeys, item.h, item.b);
+  // The number of the block's next item.
+  __device__ unsigned take(unsigned taken) const {
+    // Without queries nothing set the tickets to 0.
+    return p.forward.seqlen_q > 0 ? atomicAdd(p.tickets, 1) : blockIdx.x + taken * gridDim.x;
+  }
+  __device__ void run() {
     ptx::RingPosition<STAGES> ring;
-    ring.advance();
-    for (steps.advance(); steps.any(); steps.advance()) {
+    ItemRing items;
+    unsigned parity = 0;  // of the item
+    for (unsigned taken = 0;; ++taken, parity ^= 1) {
+      if (DETERMINISTIC && p.in_order == 0 && taken > 0)
+        ptx::mbarrier_wait(ptx::shared_address(&shared.sent), parity ^ 1);
+      const unsigned index = take(taken);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.item_empty[items.slot]), items.parity ^ 1);
+      shared.item[items.slot] = Item(p, index);
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.item_full[items.slot]));
+      if (index >= p.items) return;
+      load(shared.item[items.slot], ring, parity);
+      items.advance();
+    }
+  }
+  __device__ void load(const Item& item, ptx::RingPosition<STAGES>& ring, unsigned parity) {
+    const unsigned k_full = ptx::shared_address(&shared.k_full), v_full = ptx::shared_address(&shared.v_full);
+    const unsigned keys_empty = ptx::shared_address(&shared.keys_empty);
+    bool first = true;
+    for (Steps steps(p, item); steps.any(); steps.advance(), first = false) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[ring.slot]), ring.parity ^ 1);
       load_step(steps, ring.slot);
       ring.advance();
+      if (!first) continue;
+      ptx::mbarrier_wait(keys_empty, parity ^ 1);
+      ptx::mbarrier_expect(k_full, sizeof(shared.k));
+      load_panels<kKeys>(shared.k, k, k_full, item.n * kKeys, item.h, item.b);
+      ptx::mbarrier_expect(v_full, sizeof(shared.v));
+      load_panels<kKeys>(shared.v, v, v_full, item.n * kKeys, item.h, item.b);
     }
+    if (!first) return;
+    // Nothing is loaded, but phases are counted.
+    ptx::mbarrier_wait(keys_empty, parity ^ 1);
+    ptx::mbarrier_arrive(k_full);
+    ptx::mbarrier_arrive(v_full);
   }
 };
 
@@ -169,7 +217,6 @@ struct Loader {
 // next step has its dq.
 struct Sender {
   const HopperBackwardParams& p;
-  const Item& item;
   Shared& shared;
 
   // A half of a step; leaves when its room is free.
@@ -187,9 +234,18 @@ struct Sender {
     ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[half]));
   }
 
-  // In turns, what a block mask hides takes its turn too: so all know how many come before them.
   __device__ void run(unsigned which) const {
     ptx::RingPosition<kSenders> ring;
+    for (ItemRing items;; items.advance()) {
+      const Item& item = wait_item(shared, items);
+      if (item.n == Item::kNone) break;
+      send_item(item, which, ring);
+      release_item(shared, items);
+      if (DETERMINISTIC) ptx::mbarrier_arrive(ptx::shared_address(&shared.sent));
+    }
+  }
+  // In turns, what a block mask hides takes its turn too: so all know how many come before them.
+  __device__ void send_item(const Item& item, unsigned which, ptx::RingPosition<kSenders>& ring) const {
     for (Steps steps(p, item, true); steps.any(); steps.next()) {
       const bool hidden = steps.hidden();
       if (ring.slot == which) {
@@ -213,7 +269,6 @@ struct Sender {
       }
       if (!hidden) ring.advance();
     }
-    ptx::tma_store_wait();
   }
 };
 
@@ -221,7 +276,6 @@ struct Sender {
 
 struct Consumer {
   const HopperBackwardParams& p;
-  const Item& item;
   Shared& shared;
   const int warpgroup, warp, lane;
 
@@ -230,38 +284,59 @@ struct Consumer {
   float dq[kHalfFloats / 128];
   float dk[HEAD_DIM / 2], dv[VALUE_DIM / 2];
   float statistics[PREFETCH][4];
+  unsigned count;  // of all steps of all items
   ptx::RingPosition<STAGES> ring;
-  ptx::RingPosition<2> ds_ring;
   ptx::RingPosition<kSenders> dq_ring;  // of the step before
 
-  // Where operands begin.
-  unsigned own_k, own_v;             // this warpgroup's keys as left operands
-  unsigned dq_left, dq_right;        // ds, all keys
-  unsigned q_right, dout_right;      // as right operands of S^T, dp^T
-  unsigned q_columns, dout_columns;  // and of dk, dv
-  unsigned ds_address, dq_address, statistics_address;
+  unsigned base;  // of shared memory, as descriptors of operands have it
 
-  __device__ void start() {
-    own_k = ptx::descriptor_low(ptx::shared_address(shared.k) + warpgroup * kOwnKeys * 128, 16);
-    own_v = ptx::descriptor_low(ptx::shared_address(shared.v) + warpgroup * kOwnKeys * 128, 16);
-    dq_left = ptx::descriptor_low(ptx::shared_address(shared.ds) + (kHalfIsRows ? warpgroup * 64 * 128 : 0), 16);
-    dq_right = ptx::descriptor_low(ptx::shared_address(shared.k) + (kHalfIsRows ? 0 : warpgroup * kKeyPanelBytes),
-                                   kKeyPanelBytes);
-    q_right = ptx::descriptor_low(ptx::shared_address(shared.q), 16);
-    dout_right = ptx::descriptor_low(ptx::shared_address(shared.dout), 16);
-    q_columns = ptx::descriptor_low(ptx::shared_address(shared.q), kQueryPanelBytes);
-    dout_columns = ptx::descriptor_low(ptx::shared_address(shared.dout), kQueryPanelBytes);
-    // A lane's row of the 8 x 8 matrices of ds: rows are queries, columns the warp's keys, 16 bytes swizzled with the
-    // row.
-    ds_address = ptx::shared_address(shared.ds) + warpgroup * kQueryPanelBytes + (8 * (lane >> 4) + (lane & 7)) * 128 +
-                 (((2 * warp + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
-    dq_address = ptx::shared_address(shared.dq[warpgroup][warp]) + lane * 16;
-    statistics_address = ptx::shared_address(shared.statistics) + (lane & 3) * 16;
-#pragma unroll
-    for (int e = 0; e < HEAD_DIM / 2; ++e) dk[e] = 0.0f;
-#pragma unroll
-    for (int e = 0; e < VALUE_DIM / 2; ++e) dv[e] = 0.0f;
+  // Where a thread reads and writes. Made in each step, of a number that the compiler does not keep: registers are
+  // short.
+  __device__ static int thread_now() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread & 127;
   }
+  // A row of the 8 x 8 matrices of ds: rows are queries, columns the warp's keys, 16 bytes swizzled with the row.
+  __device__ unsigned ds_address(unsigned buffer) const {
+    const int thread = thread_now(), row = thread & 7, chunk = thread / 32 * 2 + (thread >> 3 & 1);
+    return ptx::shared_address(shared.ds[buffer]) + warpgroup * kQueryPanelBytes + (8 * (thread >> 4 & 1) + row) * 128 +
+           ((chunk ^ row) << 4);
+  }
+  __device__ unsigned dq_address() const {
+    const int thread = thread_now();
+    return ptx::shared_address(shared.dq[warpgroup]) + thread / 32 * sizeof(shared.dq[0][0]) + thread % 32 * 16;
+  }
+  __device__ unsigned statistics_address(unsigned slot) const {
+    return ptx::shared_address(shared.statistics) + (thread_now() & 3) * 16 + slot * kStatisticsBytes;
+  }
+
+  // Where operands begin, their panels so many bytes apart: constants beside the base, which cost no registers.
+  template <typename Place>
+  __device__ unsigned operand(const Place& place, int panel_bytes) const {
+    const auto offset = reinterpret_cast<const char*>(&place) - reinterpret_cast<const char*>(&shared);
+    return base + static_cast<unsigned>(offset / 16) + (static_cast<unsigned>(panel_bytes / 16) << 16);
+  }
+  // This warpgroup's keys as left operands.
+  __device__ unsigned own_k() const { return operand(shared.k, 16) + warpgroup * (kOwnKeys * 128 / 16); }
+  __device__ unsigned own_v() const { return operand(shared.v, 16) + warpgroup * (kOwnKeys * 128 / 16); }
+  // ds of a step, and all keys.
+  __device__ unsigned dq_left(unsigned buffer) const {
+    return operand(shared.ds, 16) + buffer * (sizeof(shared.ds[0]) / 16) +
+           (kHalfIsRows ? warpgroup * (64 * 128 / 16) : 0);
+  }
+  __device__ unsigned dq_right() const {
+    return operand(shared.k, kKeyPanelBytes) + (kHalfIsRows ? 0 : warpgroup * (kKeyPanelBytes / 16));
+  }
+  // q and dout of a step as right operands of S^T and dp^T, where panels are read one by one, and of dk and dv.
+  __device__ unsigned q_right(unsigned slot, int panel_bytes) const {
+    return operand(shared.q, panel_bytes) + slot * (sizeof(shared.q[0]) / 16);
+  }
+  __device__ unsigned dout_right(unsigned slot, int panel_bytes) const {
+    return operand(shared.dout, panel_bytes) + slot * (sizeof(shared.dout[0]) / 16);
+  }
+
+  __device__ void start() { base = ptx::descriptor_low(ptx::shared_address(&shared), 0); }
 
   // -- taking turns on the tensor cores --
   __device__ void begin_turns() {
@@ -301,11 +376,11 @@ struct Consumer {
   }
   // dq = ds k over all keys, of the step whose ds is in this buffer.
   __device__ void multiply_dq(unsigned buffer) {
-    const unsigned left_begin = dq_left + buffer * (sizeof(shared.ds[0]) / 16);
+    const unsigned left_begin = dq_left(buffer), right_begin = dq_right();
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
       const unsigned long long left = ptx::descriptor(left_begin + (n / 4) * (kQueryPanelBytes / 16) + (n % 4) * 2);
-      const unsigned long long right = ptx::descriptor(dq_right + n * (16 * 128 / 16));
+      const unsigned long long right = ptx::descriptor(right_begin + n * (16 * 128 / 16));
       if (n == 0) {
         ptx::Wgmma<64>::ss<0, 1>(dq, left, right);
       } else {
@@ -322,8 +397,9 @@ struct Consumer {
                  : "r"(address)
                  : "memory");
   }
-  __device__ void prefetch_statistics() {
-    const unsigned from = statistics_address + ring.slot * kStatisticsBytes;
+  // Without `more` of anything: of k, which nobody overwrites now.
+  __device__ void prefetch_statistics(bool more) {
+    const unsigned from = more ? statistics_address(ring.slot) : ptx::shared_address(shared.k);
 #pragma unroll
     for (int g = 0; g < PREFETCH; ++g) load_statistics(statistics[g], from + g * sizeof(RowPair) * 4);
   }
@@ -346,7 +422,9 @@ struct Consumer {
   }
 
   // The thread's two keys, 8 apart.
-  __device__ int key(int r) const { return item.n * kKeys + warpgroup * kOwnKeys + 16 * warp + lane / 4 + 8 * r; }
+  __device__ int key(const Steps& steps, int r) const {
+    return steps.tile.n * kKeys + warpgroup * kOwnKeys + 16 * warp + lane / 4 + 8 * r;
+  }
 
   // Any tile. What is hidden gets p = 0 and ds = 0, and p <= 1 whatever lse's rounding.
   __device__ void finish_any(const Steps& steps, unsigned statistics_of_step) {
@@ -360,7 +438,7 @@ struct Consumer {
       load_statistics(row, statistics_of_step + g * sizeof(RowPair) * 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int j = key(r);
+        const int j = key(steps, r);
         const KeptPair kept_pair(forward, head, i0 + 8 * g, j);
         float of_p[2], of_ds[2];
 #pragma unroll
@@ -383,7 +461,7 @@ struct Consumer {
   __device__ bool needs_care(const Steps& steps, unsigned slot) const {
     if constexpr (kOptions) return true;
     if (shared.statistics[slot][2 * kQueries] != 0.0f) return true;
-    const int key0 = item.n * kKeys + warpgroup * kOwnKeys;
+    const int key0 = steps.tile.n * kKeys + warpgroup * kOwnKeys;
     const int nearest = key0 - (steps.m * kQueries + kQueries - 1), farthest = key0 + kOwnKeys - 1 - steps.m * kQueries;
     if (key0 + kOwnKeys > p.forward.seqlen_k || nearest < p.forward.band_lo || farthest > p.forward.band_hi)
       return true;
@@ -400,34 +478,36 @@ struct Consumer {
   // Half a tile of dq goes to shared memory, from where it is sent.
   __device__ void stage_dq(unsigned parity) {
     ptx::mbarrier_wait(ptx::shared_address(&shared.dq_empty[warpgroup]), parity ^ 1);
+    const unsigned to = dq_address();
 #pragma unroll
     for (int g = 0; g < 8; ++g)
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_address + g * 512), "f"(dq[4 * g]),
-                   "f"(dq[4 * g + 1]), "f"(dq[4 * g + 2]), "f"(dq[4 * g + 3])
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + g * 512), "f"(dq[4 * g]), "f"(dq[4 * g + 1]),
+                   "f"(dq[4 * g + 2]), "f"(dq[4 * g + 3])
                    : "memory");
   }
 
   // S^T and dp^T of the first step.
-  __device__ void first_scores() {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.k_full), 0);
-    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[0]), 0);
-    ptx::mbarrier_wait(ptx::shared_address(&shared.v_full), 0);
+  __device__ void first_scores(unsigned parity) {
+    const unsigned slot = uniform(ring.slot);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.k_full), parity);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[ring.slot]), ring.parity);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.v_full), parity);
     ptx::wgmma_fence();
-    multiply_keys<0, HEAD_DIM / 16>(s, own_k, q_right);
-    multiply_keys<0, VALUE_DIM / 16>(dp, own_v, dout_right);
+    multiply_keys<0, HEAD_DIM / 16>(s, own_k(), q_right(slot, 16));
+    multiply_keys<0, VALUE_DIM / 16>(dp, own_v(), dout_right(slot, 16));
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     ptx::pin(dp);
-    prefetch_statistics();
+    prefetch_statistics(true);
   }
 
-  // The step whose S^T and dp^T are in registers. `count` counts steps. dq of the step before is made here, so that
-  // nobody waits for the other warpgroup's ds; in the first step it is made of anything, and dropped; as are, in the
-  // last one, S^T and dp^T of a step that does not come. So there is one loop, without products under conditions,
-  // which the assembler would take apart.
-  __device__ void step(const Steps& steps, bool more, int count) {
-    const unsigned slot = uniform(ring.slot), statistics_of_step = statistics_address + ring.slot * kStatisticsBytes;
+  // The step whose S^T and dp^T are in registers. dq of the step before is made here, so that nobody waits for the
+  // other warpgroup's ds; in the first step it is made of anything, and dropped; as are, in the last one, S^T and dp^T
+  // of a step that does not come. So there is one loop, without products under conditions, which the assembler would
+  // take apart.
+  __device__ void step(const Steps& steps, bool first, bool more) {
+    const unsigned slot = uniform(ring.slot), statistics_of_step = statistics_address(ring.slot);
     if (needs_care(steps, ring.slot)) {
       finish_any(steps, statistics_of_step);
     } else {
@@ -435,21 +515,21 @@ struct Consumer {
     }
     const unsigned old_slot = ring.slot;
     ring.advance();
-    const unsigned next_slot = uniform(ring.slot), buffer = uniform(ds_ring.slot);
+    const unsigned next_slot = uniform(ring.slot), buffer = uniform(count & 1);
 
     wait_turn();
     ptx::wgmma_fence();
-    multiply_queries<VALUE_DIM>(dv, probabilities, dout_columns + slot * (sizeof(shared.dout[0]) / 16));
+    multiply_queries<VALUE_DIM>(dv, probabilities, dout_right(slot, kQueryPanelBytes));
     ptx::wgmma_commit();
     ptx::wgmma_fence();
-    multiply_queries<HEAD_DIM>(dk, ds, q_columns + slot * (sizeof(shared.q[0]) / 16));
+    multiply_queries<HEAD_DIM>(dk, ds, q_right(slot, kQueryPanelBytes));
     ptx::wgmma_commit();
+    const unsigned ds_to = ds_address(count & 1);
     // The buffer is free: the other warpgroup had read it before it passed the turn the last time.
 #pragma unroll
     for (int n = 0; n < kQueries / 16; ++n)
-      ptx::store_matrices_transposed(ds_address + ds_ring.slot * sizeof(shared.ds[0]) + n * (16 * 128), ds[4 * n],
-                                     ds[4 * n + 1], ds[4 * n + 2], ds[4 * n + 3]);
-    if (count > 0) ptx::mbarrier_wait(ptx::shared_address(&shared.ds_full[ds_ring.slot ^ 1]), ((count - 1) >> 1) & 1);
+      ptx::store_matrices_transposed(ds_to + n * (16 * 128), ds[4 * n], ds[4 * n + 1], ds[4 * n + 2], ds[4 * n + 3]);
+    if (!first) ptx::mbarrier_wait(ptx::shared_address(&shared.ds_full[(count - 1) & 1]), ((count - 1) >> 1) & 1);
     ptx::wgmma_wait<1>();
     ptx::pin(dv);
     ptx::wgmma_fence();
@@ -457,39 +537,39 @@ struct Consumer {
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
     ptx::pin(dk);
+    __syncwarp();  // all have read the statistics
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.q_empty[old_slot]));
     if (more) ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[ring.slot]), ring.parity);
     ptx::wgmma_fence();
-    multiply_keys<0, HEAD_DIM / 16>(s, own_k, q_right + next_slot * (sizeof(shared.q[0]) / 16));
+    multiply_keys<0, HEAD_DIM / 16>(s, own_k(), q_right(next_slot, 16));
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
     ptx::pin(dq);
-    if (count > 0) stage_dq((count - 1) & 1);
+    if (!first) stage_dq((count - 1) & 1);
     // The turn passes when all but the last products of dp^T are made: then the other's begin without a gap.
     constexpr int kLast = VALUE_DIM / 16 - 2;
-    const unsigned next_dout = dout_right + next_slot * (sizeof(shared.dout[0]) / 16);
+    const unsigned next_dout = dout_right(next_slot, 16);
     ptx::wgmma_fence();
-    multiply_keys<0, kLast>(dp, own_v, next_dout);
+    multiply_keys<0, kLast>(dp, own_v(), next_dout);
     ptx::wgmma_commit();
-    multiply_keys<kLast, VALUE_DIM / 16>(dp, own_v, next_dout);
+    multiply_keys<kLast, VALUE_DIM / 16>(dp, own_v(), next_dout);
     ptx::wgmma_commit();
-    prefetch_statistics();
+    prefetch_statistics(more);
     ptx::wgmma_wait<1>();
     pass_turn(more);
-    publish(count);
+    publish(first);
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     ptx::pin(dp);
-    ds_ring.advance();
+    ++count;
   }
 
-  // What was written to shared memory, ds of step number `count` and dq of the one before, may be read by tensor cores
-  // and TMA.
-  __device__ void publish(int count) {
+  // What was written to shared memory, ds of this step and dq of the one before, may be read by tensor cores and TMA.
+  __device__ void publish(bool first) {
     ptx::tma_store_fence();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ds_full[count & 1]));
-    if (count > 0) publish_dq();
+    if (!first) publish_dq();
   }
   __device__ void publish_dq() {
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_full[warpgroup][dq_ring.slot]));
@@ -497,7 +577,7 @@ struct Consumer {
   }
 
   // dq of the last step.
-  __device__ void last_dq(int count) {
+  __device__ void last_dq() {
     const unsigned buffer = (count - 1) & 1;
     ptx::mbarrier_wait(ptx::shared_address(&shared.ds_full[buffer]), ((count - 1) >> 1) & 1);
     ptx::wgmma_fence();
@@ -515,21 +595,35 @@ struct Consumer {
 
   __device__ void run(const ptx::TensorMap& map_dk, const ptx::TensorMap& map_dv) {
     start();
+    unsigned parity = 0;  // of the item
+    for (ItemRing items;; items.advance(), parity ^= 1) {
+      const Item& item = wait_item(shared, items);
+      if (item.n == Item::kNone) return;
+      run(item, parity, map_dk, map_dv);
+      if (lane == 0) release_item(shared, items);
+    }
+  }
+  __device__ void run(const Item& item, unsigned parity, const ptx::TensorMap& map_dk, const ptx::TensorMap& map_dv) {
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM / 2; ++e) dk[e] = 0.0f;
+#pragma unroll
+    for (int e = 0; e < VALUE_DIM / 2; ++e) dv[e] = 0.0f;
     Steps steps(p, item);
     if (steps.any()) {
-      first_scores();
+      first_scores(parity);
       begin_turns();
-      int count = 0;
+      bool first = true;
 #pragma unroll 1
       while (steps.any()) {
         Steps following = steps;
         following.advance();
-        step(steps, following.any(), count++);
+        step(steps, first, following.any());
+        first = false;
         steps.head = following.head;
         steps.m = following.m;
         steps.left = following.left;
       }
-      last_dq(count);
+      last_dq();
     }
     ptx::barrier_sync(kTurn + 2 + warpgroup, 128);  // this warpgroup's keys of v are not read any more,
     const int row0 = warpgroup * kOwnKeys + 16 * warp;
@@ -538,6 +632,8 @@ struct Consumer {
     ptx::barrier_sync(1, 256);  // and k by neither
     store_rows<HEAD_DIM>(dk, p.forward.scale, shared.k, row0, rows, map_dk, p.dk);
     if (lane == 0) ptx::tma_store_wait_read();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.keys_empty));
   }
 };
 
@@ -552,6 +648,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (thread == 0) {
     init_barrier(shared.k_full, 1);
     init_barrier(shared.v_full, 1);
+    init_barrier(shared.keys_empty, kWarps);
+    init_barrier(shared.sent, kSenders);
+    for (int n = 0; n < kItems; ++n) {
+      init_barrier(shared.item_full[n], 1);
+      init_barrier(shared.item_empty[n], kWarps + kSenders);
+    }
     for (int n = 0; n < STAGES; ++n) {
       init_barrier(shared.q_full[n], 1);
       init_barrier(shared.q_empty[n], kWarps);
@@ -562,25 +664,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       init_barrier(shared.dq_empty[n], 1);
     }
     ptx::mbarrier_init_fence();
-    // Without queries there are no turns, and nothing set the tickets to 0.
-    shared.item = DETERMINISTIC && p.forward.seqlen_q > 0 ? atomicAdd(p.tickets, 1) : blockIdx.x;
   }
   __syncthreads();
-  const Item item(p, DETERMINISTIC ? __shfl_sync(~0u, shared.item, 0) : blockIdx.x);
 
   const int warpgroup = __shfl_sync(~0u, thread / 128, 0);
   if (warpgroup == kWarpgroups) {
     ptx::give_registers<24>();
     const int number = thread - 128 * kWarpgroups;
     if (number == 0) {
-      Loader{p, q, k, v, dout, shared}.run(item);
+      Loader{p, q, k, v, dout, shared}.run();
     } else if (number % 32 == 0) {
-      Sender{p, item, shared}.run(number / 32 - 1);
+      Sender{p, shared}.run(number / 32 - 1);
     }
   } else {
     ptx::take_registers<240>();
-    Consumer consumer{
-        .p = p, .item = item, .shared = shared, .warpgroup = warpgroup, .warp = (thread / 32) & 3, .lane = thread & 31};
+    Consumer consumer{.p = p, .shared = shared, .warpgroup = warpgroup, .warp = (thread / 32) & 3, .lane = thread & 31};
     consumer.run(dk, dv);
   }
 }

@@ -2,9 +2,14 @@
 // in registers does not fit here, so that this kernel and hopper_backward_queries.cuh each make scores and dout . v of
 // all tiles: seven products in place of five, but nothing is summed in device memory, and all is deterministic.
 //
-// A block of threads has 64 keys of a head and walks over the queries. One warpgroup makes S^T = k q^T, p and
-// dv += p^T dout; it hands p over to the other, which makes dp^T = v dout^T, ds and dk += ds^T q. In each the
-// arithmetic on a step hides behind the products of the step before, and behind the other's.
+// A block of threads has 64 keys of a head and walks over the queries. One warpgroup makes dv += p^T dout of a step and
+// S^T = k q^T and p of the next; it hands p over to the other, which makes dk += ds^T q of a step and dp^T = v dout^T
+// and ds of the next. They take turns on the tensor cores, and the arithmetic of each hides behind the products of the
+// other.
+//
+// There is little room for q and dout, and their way from memory is long. q of a step is in use for three times as long
+// as dout: it comes to the place of dout of STAGES steps before, and dout to that of q, so that there is as much time
+// to load either. And products begin with the panels that are there.
 //
 // Constants of the compilation:
 // - FLOAT16, SMALL_SCALE, SOFTCAP, ALIBI, BIAS, MASK, BLOCK_MASK, DROPOUT: as in hopper_backward.cuh
@@ -31,43 +36,57 @@ namespace headrace::cuda {
 
 static_assert(KEYS == 64 && QUERIES == 64);
 constexpr int kPanelBytes = 64 * 128;
+constexpr int kRowPanels = kHeadPanels > kValuePanels ? kHeadPanels : kValuePanels;
 constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
-// Barriers by which p is handed over: its two places are full, are empty.
-constexpr int kFull = 1, kEmpty = 3;
-constexpr int kTurn = 5;  // barriers kTurn, kTurn + 1: the warpgroups' turns on the tensor cores
+constexpr int kTurn = 1;  // barriers kTurn, kTurn + 1: the warpgroups' turns on the tensor cores
 
 struct alignas(1024) Shared {
   Element k[kHeadPanels][kKeys * kPanel];
   Element v[kValuePanels][kKeys * kPanel];
-  Element q[STAGES][kHeadPanels][kQueries * kPanel];
-  Element dout[STAGES][kValuePanels][kQueries * kPanel];
-  uint4 p[2][4][128];  // of two steps, as the threads have it in registers
-  float statistics[STAGES][kStatisticsBytes / 4];
+  Element rows[STAGES][2][kRowPanels][kQueries * kPanel];  // q and dout of a step, see q_place()
+  uint4 p[2][4][128];                                      // of two steps, as the threads have it in registers
+  float statistics[STAGES][2][kStatisticsBytes / 4];       // where q is
   unsigned long long k_full, v_full;
-  unsigned long long q_full[STAGES], q_empty[STAGES];  // with statistics
-  unsigned long long dout_full[STAGES], dout_empty[STAGES];
+  unsigned long long rows_full[STAGES][2][kRowPanels], rows_empty[STAGES][2];  // statistics with q's first panel
+  unsigned long long p_full[2], p_empty[2];
 };
 
 extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
+
+// Where q and dout of a step are: in turns.
+using Ring = ptx::RingPosition<STAGES>;
+__device__ inline unsigned q_place(const Ring& ring) { return ring.parity; }
+__device__ inline unsigned dout_place(const Ring& ring) { return ring.parity ^ 1; }
 
 struct Loader {
   const HopperBackwardParams& p;
   const ptx::TensorMap &q, &k, &v, &dout;
   Shared& shared;
 
-  __device__ void load_q(const Steps& steps, int slot) const {
-    const unsigned barrier = ptx::shared_address(&shared.q_full[slot]);
+  // Panels of rows into a place that is empty.
+  template <int kPanels>
+  __device__ void load(const Steps& steps, const ptx::TensorMap& map, const Ring& ring, unsigned place,
+                       unsigned more_bytes) const {
     const Head head = steps.query_head();
-    ptx::mbarrier_expect(barrier, sizeof(shared.q[0]) + kStatisticsBytes);
-    load_panels<64>(shared.q[slot], q, barrier, steps.m * kQueries, head.h, head.b);
-    ptx::bulk_load(ptx::shared_address(shared.statistics[slot]), p.statistics + steps.place() * (kStatisticsBytes / 4),
-                   kStatisticsBytes, barrier);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.rows_empty[ring.slot][place]), ring.parity ^ 1);
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const unsigned barrier = ptx::shared_address(&shared.rows_full[ring.slot][place][panel]);
+      ptx::mbarrier_expect(barrier, kPanelBytes + (panel == 0 ? more_bytes : 0));
+      ptx::tma_load(ptx::shared_address(shared.rows[ring.slot][place][panel]), map, barrier, panel * kPanel,
+                    steps.m * kQueries, head.h, head.b);
+    }
+    // What comes to this place next may have more panels, and counts phases too.
+    for (int panel = kPanels; panel < kRowPanels; ++panel)
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.rows_full[ring.slot][place][panel]));
   }
-  __device__ void load_dout(const Steps& steps, int slot) const {
-    const unsigned barrier = ptx::shared_address(&shared.dout_full[slot]);
-    const Head head = steps.query_head();
-    ptx::mbarrier_expect(barrier, sizeof(shared.dout[0]));
-    load_panels<64>(shared.dout[slot], dout, barrier, steps.m * kQueries, head.h, head.b);
+  __device__ void load_q(const Steps& steps, const Ring& ring) const {
+    load<kHeadPanels>(steps, q, ring, q_place(ring), kStatisticsBytes);
+    ptx::bulk_load(ptx::shared_address(shared.statistics[ring.slot][q_place(ring)]),
+                   p.statistics + steps.place() * (kStatisticsBytes / 4), kStatisticsBytes,
+                   ptx::shared_address(&shared.rows_full[ring.slot][q_place(ring)][0]));
+  }
+  __device__ void load_dout(const Steps& steps, const Ring& ring) const {
+    load<kValuePanels>(steps, dout, ring, dout_place(ring), 0);
   }
   __device__ void run(const KeyTile& tile) const {
     Steps steps(p, tile);
@@ -75,18 +94,15 @@ struct Loader {
     const unsigned k_full = ptx::shared_address(&shared.k_full), v_full = ptx::shared_address(&shared.v_full);
     ptx::mbarrier_expect(k_full, sizeof(shared.k));
     load_panels<64>(shared.k, k, k_full, tile.n * kKeys, tile.h, tile.b);
-    load_q(steps, 0);
+    Ring ring;
+    load_q(steps, ring);
     ptx::mbarrier_expect(v_full, sizeof(shared.v));
     load_panels<64>(shared.v, v, v_full, tile.n * kKeys, tile.h, tile.b);
-    load_dout(steps, 0);
-    ptx::RingPosition<STAGES> ring;
-    ring.advance();
+    load_dout(steps, ring);
     for (steps.advance(); steps.any(); steps.advance()) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[ring.slot]), ring.parity ^ 1);
-      load_q(steps, ring.slot);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.dout_empty[ring.slot]), ring.parity ^ 1);
-      load_dout(steps, ring.slot);
       ring.advance();
+      load_q(steps, ring);
+      load_dout(steps, ring);
     }
   }
 };
@@ -104,14 +120,25 @@ struct Consumer {
   __device__ int thread() const { return warp * 32 + lane; }
   __device__ int key(int r) const { return tile.n * kKeys + 16 * warp + lane / 4 + 8 * r; }
 
-  // s = keys * rows^T, over kPanels panels of columns.
+  // Where rows begin, in units of descriptors.
+  __device__ unsigned rows_at(const Ring& ring, unsigned place) const {
+    return uniform(2 * ring.slot + place) * (sizeof(shared.rows[0][0]) / 16);
+  }
+  __device__ void wait_rows(const Ring& ring, unsigned place, int panel) const {
+    wait(shared.rows_full[ring.slot][place][panel], ring.parity);
+  }
+
+  // s = keys * rows^T, over kPanels panels of columns, each when it is there. Without `more` of anything.
   template <int kPanels, int kCount>
-  __device__ void multiply_keys(const Element (&keys)[kPanels][kCount], const Element (&rows)[STAGES][kPanels][kCount],
-                                unsigned slot) {
+  __device__ void multiply_keys(const Element (&keys)[kPanels][kCount], const Ring& ring, unsigned place, bool more) {
     const unsigned a = ptx::descriptor_low(ptx::shared_address(keys), 16);
-    const unsigned b = ptx::descriptor_low(ptx::shared_address(rows), 16) + uniform(slot) * (sizeof(rows[0]) / 16);
+    const unsigned b = ptx::descriptor_low(ptx::shared_address(shared.rows), 16) + rows_at(ring, place);
 #pragma unroll
     for (int n = 0; n < kPanels * 4; ++n) {
+      if (n % 4 == 0) {
+        if (more) wait_rows(ring, place, n / 4);
+        ptx::wgmma_fence();
+      }
       const unsigned at = (n / 4) * (kPanelBytes / 16) + (n % 4) * 2;
       if (n == 0) {
         ptx::Wgmma<64>::ss<0, 0>(s, ptx::descriptor(a + at), ptx::descriptor(b + at));
@@ -122,19 +149,18 @@ struct Consumer {
     ptx::wgmma_commit();
   }
   // to += left^T rows.
-  template <int kPanels, int kCount>
-  __device__ void multiply_queries(float (&to)[kPanels * kPanel / 2], const Element (&rows)[STAGES][kPanels][kCount],
-                                   unsigned slot) const {
-    const unsigned b =
-        ptx::descriptor_low(ptx::shared_address(rows), kPanelBytes) + uniform(slot) * (sizeof(rows[0]) / 16);
+  template <int kColumns>
+  __device__ void multiply_queries(float (&to)[kColumns / 2], const Ring& ring, unsigned place) const {
+    const unsigned b = ptx::descriptor_low(ptx::shared_address(shared.rows), kPanelBytes) + rows_at(ring, place);
 #pragma unroll
     for (int n = 0; n < kQueries / 16; ++n)
-      ptx::Wgmma<kPanels * kPanel>::template rs<1, 1>(to, left[4 * n], left[4 * n + 1], left[4 * n + 2],
-                                                      left[4 * n + 3], ptx::descriptor(b + n * (16 * 128 / 16)));
+      ptx::Wgmma<kColumns>::template rs<1, 1>(to, left[4 * n], left[4 * n + 1], left[4 * n + 2], left[4 * n + 3],
+                                              ptx::descriptor(b + n * (16 * 128 / 16)));
     ptx::wgmma_commit();
   }
-  __device__ void load_statistics(float (&to)[4], unsigned slot, int g) const {
-    const RowPair& pair = reinterpret_cast<const RowPair*>(shared.statistics[slot])[4 * g + (lane & 3)];
+  __device__ const float* statistics(const Ring& ring) const { return shared.statistics[ring.slot][q_place(ring)]; }
+  __device__ void load_statistics(float (&to)[4], const Ring& ring, int g) const {
+    const RowPair& pair = reinterpret_cast<const RowPair*>(statistics(ring))[4 * g + (lane & 3)];
     to[0] = pair.minus_lse[0];
     to[1] = pair.minus_lse[1];
     to[2] = pair.minus_d[0];
@@ -143,18 +169,19 @@ struct Consumer {
   // Each issues all products of a step in its turn: the arithmetic that follows hides behind those of the other.
   __device__ static void wait_turn(int warpgroup) { ptx::barrier_sync(kTurn + warpgroup, 256); }
   __device__ static void pass_turn(int warpgroup) { ptx::barrier_arrive(kTurn + 1 - warpgroup, 256); }
-  template <int kSlots>
-  __device__ void release(unsigned long long (&empty)[kSlots], unsigned slot) const {
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty[slot]));
+  // Arrives for a warp, when all its lanes have read or written.
+  __device__ void release(unsigned long long& empty) const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
   }
   __device__ static void wait(const unsigned long long& full, unsigned parity) {
     ptx::mbarrier_wait(ptx::shared_address(&full), parity);
   }
 
   // Whether something of a tile is hidden, or needs care.
-  __device__ bool needs_care(const Steps& steps, unsigned slot) const {
+  __device__ bool needs_care(const Steps& steps, const Ring& ring) const {
     if constexpr (kOptions) return true;
-    if (shared.statistics[slot][2 * kQueries] != 0.0f) return true;
+    if (statistics(ring)[2 * kQueries] != 0.0f) return true;
     return (tile.n + 1) * kKeys > p.forward.seqlen_k ||
            visibility(p.forward, steps.query_head()).classify(rows_of(p, steps.m), tile.keys(p)) != TileKind::full;
   }
@@ -164,13 +191,13 @@ struct ProbabilityConsumer : Consumer {
   float dv[VALUE_DIM / 2];
 
   // Scores become p, and what dropout leaves of it.
-  __device__ void exponentiate(const Steps& steps, unsigned slot, unsigned (&handed)[kQueries / 4]) {
-    if (!needs_care(steps, slot)) {
+  __device__ void exponentiate(const Steps& steps, const Ring& ring, unsigned (&handed)[kQueries / 4]) {
+    if (!needs_care(steps, ring)) {
       const float scale = p.forward.scale * kLog2E;
 #pragma unroll
       for (int g = 0; g < kQueries / 8; ++g) {
         float row[4];
-        load_statistics(row, slot, g);
+        load_statistics(row, ring, g);
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[4 * g + e] = ptx::exp2(fmaf(s[4 * g + e], scale, row[e & 1]));
         handed[2 * g] = ptx::pack(s[4 * g], s[4 * g + 1]);
@@ -185,7 +212,7 @@ struct ProbabilityConsumer : Consumer {
 #pragma unroll
     for (int g = 0; g < kQueries / 8; ++g) {
       float row[4];
-      load_statistics(row, slot, g);
+      load_statistics(row, ring, g);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const KeptPair kept_pair(forward, head, i0 + 8 * g, key(r));
@@ -204,58 +231,56 @@ struct ProbabilityConsumer : Consumer {
   }
 
   // Scores in registers become p, which is handed over.
-  __device__ void prepare(const Steps& steps, unsigned slot, int place) {
+  __device__ void prepare(const Steps& steps, const Ring& ring, const ptx::RingPosition<2>& place) {
     unsigned handed[kQueries / 4];
-    exponentiate(steps, slot, handed);
-    release(shared.q_empty, slot);
-    ptx::barrier_sync(kEmpty + place, 256);
+    exponentiate(steps, ring, handed);
+    release(shared.rows_empty[ring.slot][q_place(ring)]);
+    wait(shared.p_empty[place.slot], place.parity ^ 1);
 #pragma unroll
     for (int n = 0; n < 4; ++n)
-      shared.p[place][n][thread()] = make_uint4(handed[4 * n], handed[4 * n + 1], handed[4 * n + 2], handed[4 * n + 3]);
-    ptx::barrier_arrive(kFull + place, 256);
+      shared.p[place.slot][n][thread()] =
+          make_uint4(handed[4 * n], handed[4 * n + 1], handed[4 * n + 2], handed[4 * n + 3]);
+    release(shared.p_full[place.slot]);
   }
 
   __device__ void run(const GradientRows& to, const ptx::TensorMap& map) {
 #pragma unroll
     for (int e = 0; e < VALUE_DIM / 2; ++e) dv[e] = 0.0f;
     Steps steps(p, tile);
-    ptx::RingPosition<STAGES> ring;
-    int place = 0;
+    Ring ring;
+    ptx::RingPosition<2> place;
     if (steps.any()) {
       wait(shared.k_full, 0);
-      wait(shared.q_full[0], 0);
-      ptx::wgmma_fence();
-      multiply_keys(shared.k, shared.q, 0);
+      multiply_keys(shared.k, ring, q_place(ring), true);
       ptx::wgmma_wait<0>();
       ptx::pin(s);
-      prepare(steps, 0, place);
+      prepare(steps, ring, place);
     }
 #pragma unroll 1
     while (steps.any()) {
 #pragma unroll
       for (int n = 0; n < kQueries / 4; ++n) left[n] = ptx::pack(s[2 * n], s[2 * n + 1]);
-      const unsigned slot = ring.slot, parity = ring.parity;
+      const Ring now = ring;
       steps.advance();
       ring.advance();
-      place ^= 1;
-      const bool more = steps.any();
+      place.advance();
       // In the last step scores are made of anything, and dropped: products under conditions would be taken apart.
-      if (more) wait(shared.q_full[ring.slot], ring.parity);
-      wait(shared.dout_full[slot], parity);
+      const bool more = steps.any();
+#pragma unroll
+      for (int panel = 0; panel < kValuePanels; ++panel) wait_rows(now, dout_place(now), panel);
       wait_turn(0);
       ptx::wgmma_fence();
-      multiply_keys(shared.k, shared.q, ring.slot);
-      ptx::wgmma_fence();
-      multiply_queries(dv, shared.dout, slot);
+      multiply_queries<VALUE_DIM>(dv, now, dout_place(now));
+      multiply_keys(shared.k, ring, q_place(ring), more);
       pass_turn(0);
       ptx::wgmma_wait<1>();
-      ptx::pin(s);
-      if (more) prepare(steps, ring.slot, place);
-      ptx::wgmma_wait<0>();
       ptx::pin(dv);
-      release(shared.dout_empty, slot);
+      release(shared.rows_empty[now.slot][dout_place(now)]);
+      ptx::wgmma_wait<0>();
+      ptx::pin(s);
+      if (more) prepare(steps, ring, place);
     }
-    ptx::barrier_sync(7, 256);  // both are done with k and v
+    ptx::barrier_sync(kTurn + 2, 256);  // both are done with k and v
     store_rows<VALUE_DIM>(dv, 1.0f, shared.v, 16 * warp, {tile.b, tile.h, tile.n * kKeys, p.forward.seqlen_k}, map, to);
   }
 };
@@ -264,7 +289,7 @@ struct GradientConsumer : Consumer {
   float dk[HEAD_DIM / 2];
 
   // dout . v becomes ds.
-  __device__ void differentiate(const Steps& steps, unsigned slot, const unsigned (&handed)[kQueries / 4]) {
+  __device__ void differentiate(const Steps& steps, const Ring& ring, const unsigned (&handed)[kQueries / 4]) {
     const Head head = steps.query_head();
     const int i0 = steps.m * kQueries + 2 * (lane & 3);
     const auto value = [](unsigned pair, int which) {
@@ -273,7 +298,7 @@ struct GradientConsumer : Consumer {
 #pragma unroll
     for (int g = 0; g < kQueries / 8; ++g) {
       float row[4];
-      load_statistics(row, slot, g);
+      load_statistics(row, ring, g);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const KeptPair kept_pair(p.forward, head, i0 + 8 * g, key(r));
@@ -287,69 +312,63 @@ struct GradientConsumer : Consumer {
   }
 
   // dout . v in registers becomes ds, by the p that is handed over.
-  __device__ void prepare(const Steps& steps, const ptx::RingPosition<STAGES>& ring, int place) {
-    wait(shared.q_full[ring.slot], ring.parity);
-    ptx::barrier_sync(kFull + place, 256);
+  __device__ void prepare(const Steps& steps, const Ring& ring, const ptx::RingPosition<2>& place) {
+#pragma unroll
+    for (int panel = 0; panel < kHeadPanels; ++panel) wait_rows(ring, q_place(ring), panel);
+    wait(shared.p_full[place.slot], place.parity);
     unsigned handed[kQueries / 4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const uint4 x = shared.p[place][n][thread()];
+      const uint4 x = shared.p[place.slot][n][thread()];
       handed[4 * n] = x.x;
       handed[4 * n + 1] = x.y;
       handed[4 * n + 2] = x.z;
       handed[4 * n + 3] = x.w;
     }
-    ptx::barrier_arrive(kEmpty + place, 256);
-    differentiate(steps, ring.slot, handed);
+    release(shared.p_empty[place.slot]);
+    differentiate(steps, ring, handed);
   }
 
   __device__ void run(const GradientRows& to, const ptx::TensorMap& map) {
 #pragma unroll
     for (int e = 0; e < HEAD_DIM / 2; ++e) dk[e] = 0.0f;
     Steps steps(p, tile);
-    ptx::RingPosition<STAGES> ring;
-    int place = 0;
+    Ring ring;
+    ptx::RingPosition<2> place;
     if (steps.any()) {
       pass_turn(1);
-      ptx::barrier_arrive(kEmpty, 256);
-      ptx::barrier_arrive(kEmpty + 1, 256);
       wait(shared.v_full, 0);
-      wait(shared.dout_full[0], 0);
-      ptx::wgmma_fence();
-      multiply_keys(shared.v, shared.dout, 0);
+      multiply_keys(shared.v, ring, dout_place(ring), true);
       ptx::wgmma_wait<0>();
       ptx::pin(s);
-      release(shared.dout_empty, 0);
+      release(shared.rows_empty[ring.slot][dout_place(ring)]);
       prepare(steps, ring, place);
     }
 #pragma unroll 1
     while (steps.any()) {
 #pragma unroll
       for (int n = 0; n < kQueries / 4; ++n) left[n] = pack_gradients(s[2 * n], s[2 * n + 1]);
-      const unsigned slot = ring.slot;
+      const Ring now = ring;
       steps.advance();
       ring.advance();
-      place ^= 1;
-      const bool more = steps.any();
-      // In the last step of anything, and dropped.
-      if (more) wait(shared.dout_full[ring.slot], ring.parity);
+      place.advance();
+      const bool more = steps.any();  // else of anything, and dropped
       wait_turn(1);
       ptx::wgmma_fence();
-      multiply_keys(shared.v, shared.dout, ring.slot);
-      ptx::wgmma_fence();
-      multiply_queries(dk, shared.q, slot);
+      multiply_queries<HEAD_DIM>(dk, now, q_place(now));
+      multiply_keys(shared.v, ring, dout_place(ring), more);
       pass_turn(1);
       ptx::wgmma_wait<1>();
+      ptx::pin(dk);
+      release(shared.rows_empty[now.slot][q_place(now)]);
+      ptx::wgmma_wait<0>();
       ptx::pin(s);
       if (more) {
-        release(shared.dout_empty, ring.slot);
+        release(shared.rows_empty[ring.slot][dout_place(ring)]);
         prepare(steps, ring, place);
       }
-      ptx::wgmma_wait<0>();
-      ptx::pin(dk);
-      release(shared.q_empty, slot);
     }
-    ptx::barrier_sync(7, 256);  // both are done with k and v
+    ptx::barrier_sync(kTurn + 2, 256);  // both are done with k and v
     store_rows<HEAD_DIM>(dk, p.forward.scale, shared.k, 16 * warp, {tile.b, tile.h, tile.n * kKeys, p.forward.seqlen_k},
                          map, to);
   }
@@ -367,10 +386,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     init_barrier(shared.k_full, 1);
     init_barrier(shared.v_full, 1);
     for (int n = 0; n < STAGES; ++n) {
-      init_barrier(shared.q_full[n], 1);
-      init_barrier(shared.q_empty[n], kWarps);
-      init_barrier(shared.dout_full[n], 1);
-      init_barrier(shared.dout_empty[n], kWarps);
+      for (int place = 0; place < 2; ++place) {
+        for (unsigned long long& full : shared.rows_full[n][place]) init_barrier(full, 1);
+        init_barrier(shared.rows_empty[n][place], kWarps);
+      }
+    }
+    for (int n = 0; n < 2; ++n) {
+      init_barrier(shared.p_full[n], 4);
+      init_barrier(shared.p_empty[n], 4);
     }
     ptx::mbarrier_init_fence();
   }

@@ -29,19 +29,20 @@ struct HopperBackwardParams {
   const float* statistics;       // [batch, heads_q, query_tiles, statistics_words()]
   float* dq;                     // [batch, heads_q, query_tiles, ...] as tensor cores leave it
   int* turns;                    // [batch, heads_q, query_tiles]: how many key tiles have added to its dq
-  int* tickets;                  // how many key tiles have been begun
+  int* tickets;                  // how many key tiles have been taken
   GradientRows dq_rows, dk, dv;  // dq_rows: of hopper_backward_queries.cuh
 
   Divisor query_tiles;      // of a head
   Divisor heads_kv, group;  // group: query heads of a key-value head
   unsigned key_tiles;       // of a head
+  unsigned items;           // key tiles of all heads
   // The order of key tiles, see Item. A gang has so few members that times query_tiles they are below 2^31.
   unsigned heads, section_heads;  // key-value heads of all sequences; of a section
   Divisor section_items;
   unsigned gangs;  // of a head
-  // Under a band, whether key tiles go down from their last query tile, and not up; in this section the other way.
+  int in_order;    // a key tile waits for those before it alone
+  // In order, whether key tiles go down from their last query tile, and not up; in this section the other way.
   unsigned downwards, turned_section;
-  int any_band;  // causal or window
 };
 
 // Of backward_statistics.cuh.

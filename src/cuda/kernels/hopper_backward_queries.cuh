@@ -2,8 +2,11 @@
 // makes dk and dv.
 //
 // A block of threads has 128 queries of a head, 64 of each of two warpgroups, keeps their dq in registers and walks
-// over the keys: S = q k^T, dp = dout v^T, ds, dq += ds k. The arithmetic of one warpgroup hides behind the products of
-// the other.
+// over the keys: dq += ds k of a step, S = q k^T, dp = dout v^T and ds of the next. They take turns on the tensor
+// cores, and the arithmetic of one hides behind the products of the other.
+//
+// There is little room for k and v, and their way from memory is long. So products begin with the panels that are
+// there, v goes panel by panel, and the second warpgroup makes dp first: then there is as much time to load k as v.
 //
 // Constants of the compilation:
 // - FLOAT16, SMALL_SCALE, SOFTCAP, ALIBI, BIAS, MASK, BLOCK_MASK, DROPOUT: as in hopper_backward.cuh
@@ -39,7 +42,8 @@ struct alignas(1024) Shared {
   Element k[K_STAGES][kHeadPanels][kKeys * kPanel];
   Element v[V_STAGES][kValuePanels][kKeys * kPanel];
   unsigned long long q_full;  // and dout
-  unsigned long long k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
+  unsigned long long k_full[K_STAGES][kHeadPanels], k_empty[K_STAGES];
+  unsigned long long v_full[V_STAGES][kValuePanels], v_empty[V_STAGES][kValuePanels];
 };
 
 extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
@@ -84,6 +88,13 @@ struct Loader {
   const ptx::TensorMap &q, &k, &v, &dout;
   Shared& shared;
 
+  // A panel of k or v.
+  __device__ static void load(Element (&to)[kKeys * kPanel], const ptx::TensorMap& map, unsigned long long& full,
+                              int panel, int block, int h, int b) {
+    const unsigned barrier = ptx::shared_address(&full);
+    ptx::mbarrier_expect(barrier, sizeof(to));
+    ptx::tma_load(ptx::shared_address(to), map, barrier, panel * kPanel, block * kKeys, h, b);
+  }
   __device__ void run(Blocks blocks) const {
     if (!blocks.any()) return;
     const int h = blocks.head.h, b = blocks.head.b, head_kv = static_cast<int>(p.group.quotient(h));
@@ -93,16 +104,15 @@ struct Loader {
     ptx::RingPosition<K_STAGES> k_ring;
     ptx::RingPosition<V_STAGES> v_ring;
     for (bool first = true; blocks.any(); blocks.advance(), first = false) {
-      const unsigned k_full = ptx::shared_address(&shared.k_full[k_ring.slot]);
       ptx::mbarrier_wait(ptx::shared_address(&shared.k_empty[k_ring.slot]), k_ring.parity ^ 1);
-      ptx::mbarrier_expect(k_full, sizeof(shared.k[0]));
-      load_panels<64>(shared.k[k_ring.slot], k, k_full, blocks.next * kKeys, head_kv, b);
+      for (int panel = 0; panel < kHeadPanels; ++panel)
+        load(shared.k[k_ring.slot][panel], k, shared.k_full[k_ring.slot][panel], panel, blocks.next, head_kv, b);
       k_ring.advance();
       if (first) load_panels<64>(shared.dout, dout, q_full, blocks.m * kRows, h, b);
-      const unsigned v_full = ptx::shared_address(&shared.v_full[v_ring.slot]);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.v_empty[v_ring.slot]), v_ring.parity ^ 1);
-      ptx::mbarrier_expect(v_full, sizeof(shared.v[0]));
-      load_panels<64>(shared.v[v_ring.slot], v, v_full, blocks.next * kKeys, head_kv, b);
+      for (int panel = 0; panel < kValuePanels; ++panel) {
+        ptx::mbarrier_wait(ptx::shared_address(&shared.v_empty[v_ring.slot][panel]), v_ring.parity ^ 1);
+        load(shared.v[v_ring.slot][panel], v, shared.v_full[v_ring.slot][panel], panel, blocks.next, head_kv, b);
+      }
       v_ring.advance();
     }
   }
@@ -126,15 +136,37 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
   }
 
-  // to = rows * keys^T, of this warpgroup's rows.
-  template <int kPanels, int kRowCount, int kSlots, int kKeyCount>
+  __device__ void wait_k(int panel) const {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[k_ring.slot][panel]), k_ring.parity);
+  }
+  __device__ void wait_v(int panel) const {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[v_ring.slot][panel]), v_ring.parity);
+  }
+  // Gives the last kLeft panels of v back, as the groups of products end that read them, one for each and kBehind
+  // others behind them.
+  template <int kLeft, int kBehind>
+  __device__ void release_v() const {
+    if constexpr (kLeft > 0) {
+      ptx::wgmma_wait<kLeft - 1 + kBehind>();
+      release(shared.v_empty[v_ring.slot][kValuePanels - kLeft]);
+      release_v<kLeft - 1, kBehind>();
+    }
+  }
+
+  // to = rows * keys^T, of this warpgroup's rows, each panel when wait(panel) returns. A panel is a group of products.
+  template <int kPanels, int kRowCount, int kSlots, int kKeyCount, typename Wait>
   __device__ void multiply_keys(float (&to)[kKeys / 2], const Element (&rows)[kPanels][kRowCount],
-                                const Element (&keys)[kSlots][kPanels][kKeyCount], unsigned slot) const {
+                                const Element (&keys)[kSlots][kPanels][kKeyCount], unsigned slot,
+                                const Wait& wait) const {
     const unsigned a = ptx::descriptor_low(ptx::shared_address(rows) + warpgroup * kOwnRows * 128, 16);
     const unsigned b =
         ptx::descriptor_low(ptx::shared_address(keys), 16) + (kSlots == 1 ? 0 : uniform(slot) * (sizeof(keys[0]) / 16));
 #pragma unroll
     for (int n = 0; n < kPanels * 4; ++n) {
+      if (n % 4 == 0) {
+        wait(n / 4);
+        ptx::wgmma_fence();
+      }
       const unsigned long long left = ptx::descriptor(a + (n / 4) * (kRowPanelBytes / 16) + (n % 4) * 2);
       const unsigned long long right = ptx::descriptor(b + (n / 4) * (kKeyPanelBytes / 16) + (n % 4) * 2);
       if (n == 0) {
@@ -142,8 +174,8 @@ struct Consumer {
       } else {
         ptx::Wgmma<kKeys>::ss<1, 0>(to, left, right);
       }
+      if (n % 4 == 3) ptx::wgmma_commit();
     }
-    ptx::wgmma_commit();
   }
   // dq += ds k
   __device__ void multiply_ds(unsigned slot) {
@@ -213,16 +245,11 @@ struct Consumer {
     const bool any = blocks.any();
     if (any) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.q_full), 0);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[0]), 0);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[0]), 0);
-      ptx::wgmma_fence();
-      multiply_keys(s, shared.q, shared.k, 0);
-      ptx::wgmma_fence();
-      multiply_keys(dp, shared.dout, shared.v, 0);
-      ptx::wgmma_wait<0>();
+      multiply_keys(s, shared.q, shared.k, 0, [&](int panel) { wait_k(panel); });
+      multiply_keys(dp, shared.dout, shared.v, 0, [&](int panel) { wait_v(panel); });
+      release_v<kValuePanels, 0>();
       ptx::pin(s);
       ptx::pin(dp);
-      release(shared.v_empty[0]);
       v_ring.advance();
       if (warpgroup == 1) ptx::barrier_arrive(kTurn, 256);
     }
@@ -237,24 +264,36 @@ struct Consumer {
       blocks.advance();
       k_ring.advance();
       const bool more = blocks.any();
-      // In the last step S and dp are made of anything, and dropped: products under conditions would be taken apart.
-      if (more) ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[k_ring.slot]), k_ring.parity);
       ptx::barrier_sync(kTurn + warpgroup, 256);
       ptx::wgmma_fence();
-      multiply_keys(s, shared.q, shared.k, k_ring.slot);
-      ptx::wgmma_fence();
       multiply_ds(slot);
-      if (more) ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[v_ring.slot]), v_ring.parity);
-      ptx::wgmma_fence();
-      multiply_keys(dp, shared.dout, shared.v, v_ring.slot);
-      ptx::barrier_arrive(kTurn + 1 - warpgroup, 256);
-      ptx::wgmma_wait<1>();
+      // In the last step S and dp are made of anything, and dropped: products under conditions would be taken apart.
+      const auto next_k = [&](int panel) {
+        if (more) wait_k(panel);
+      };
+      const auto next_v = [&](int panel) {
+        if (more) wait_v(panel);
+      };
+      if (warpgroup == 0) {
+        multiply_keys(s, shared.q, shared.k, k_ring.slot, next_k);
+        multiply_keys(dp, shared.dout, shared.v, v_ring.slot, next_v);
+        ptx::barrier_arrive(kTurn + 1, 256);
+        ptx::wgmma_wait<kHeadPanels + kValuePanels>();
+        ptx::pin(dq);
+        release(shared.k_empty[slot]);
+        release_v<kValuePanels, 0>();
+      } else {
+        multiply_keys(dp, shared.dout, shared.v, v_ring.slot, next_v);
+        multiply_keys(s, shared.q, shared.k, k_ring.slot, next_k);
+        ptx::barrier_arrive(kTurn, 256);
+        ptx::wgmma_wait<kHeadPanels + kValuePanels>();
+        ptx::pin(dq);
+        release(shared.k_empty[slot]);
+        release_v<kValuePanels, kHeadPanels>();
+        ptx::wgmma_wait<0>();
+      }
       ptx::pin(s);
-      ptx::pin(dq);
-      release(shared.k_empty[slot]);
-      ptx::wgmma_wait<0>();
       ptx::pin(dp);
-      if (more) release(shared.v_empty[v_ring.slot]);
       v_ring.advance();
     }
     // This warpgroup's rows of q are not read any more.
@@ -275,12 +314,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (thread == 0) {
     init_barrier(shared.q_full, 1);
     for (int n = 0; n < K_STAGES; ++n) {
-      init_barrier(shared.k_full[n], 1);
+      for (int panel = 0; panel < kHeadPanels; ++panel) init_barrier(shared.k_full[n][panel], 1);
       init_barrier(shared.k_empty[n], kWarps);
     }
     for (int n = 0; n < V_STAGES; ++n) {
-      init_barrier(shared.v_full[n], 1);
-      init_barrier(shared.v_empty[n], kWarps);
+      for (int panel = 0; panel < kValuePanels; ++panel) {
+        init_barrier(shared.v_full[n][panel], 1);
+        init_barrier(shared.v_empty[n][panel], kWarps);
+      }
     }
     ptx::mbarrier_init_fence();
   }

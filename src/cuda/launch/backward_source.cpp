@@ -79,10 +79,21 @@ const HopperBackwardTile& hopper_backward_tile(const Problem& p) {
   });
 }
 
-bool accumulates_onto_zeros(const Problem& p) { return !p.deterministic || p.has_block_mask; }
+bool is_done_in_order(const Problem& p, const HopperBackwardTile& tile) {
+  constexpr std::int64_t few = 16;  // then the last begins soon after the first
+  return is_banded(p) || p.seqlen_k <= few * tile.keys;
+}
+
+bool takes_turns(const Problem& p, const HopperBackwardTile& tile) {
+  return p.deterministic || is_done_in_order(p, tile);
+}
+
+bool accumulates_onto_zeros(const Problem& p, const HopperBackwardTile& tile) {
+  return !takes_turns(p, tile) || p.has_block_mask;
+}
 
 std::vector<KernelSource> hopper_backward_sources(const Problem& p, const HopperBackwardTile& tile) {
-  return main_sources(tile, p.dtype == HR_FLOAT16, has_small_scale(p), p.deterministic, option_constants(p));
+  return main_sources(tile, p.dtype == HR_FLOAT16, has_small_scale(p), takes_turns(p, tile), option_constants(p));
 }
 KernelSource backward_statistics_source(const Problem& p, int queries) {
   return statistics_source(p.dtype, p.value_dim, queries);
@@ -94,7 +105,7 @@ KernelSource backward_gradient_source(const Problem& p, BackwardTarget target, i
   return gradient_source(p.dtype, target, columns, queries, has_small_scale(p), option_constants(p));
 }
 KernelSource backward_convert_source(const Problem& p, const HopperBackwardTile& tile) {
-  return convert_source(tile, p.dtype == HR_FLOAT16, accumulates_onto_zeros(p));
+  return convert_source(tile, p.dtype == HR_FLOAT16, accumulates_onto_zeros(p, tile));
 }
 KernelSource backward_sinks_source(int queries) {
   return {.entry = "backward_sinks", .file = "backward_sinks.cuh", .constants = {{"QUERIES", queries}}};

@@ -37,8 +37,14 @@ inline constexpr int gradient_tile = 64, gradient_threads = 128;
 constexpr int gradient_columns(std::int64_t columns) { return columns <= 64 ? 64 : 128; }
 KernelSource backward_gradient_source(const Problem& problem, BackwardTarget target, int queries);
 
+// Whether key tiles are done in an order in which each waits for those before it alone, and none need to be done at the
+// same time: under a band, and where there are few.
+bool is_done_in_order(const Problem& problem, const HopperBackwardTile& tile);
+// Whether key tiles add to dq in a fixed order: where the result must be deterministic, and where that is faster, since
+// the first need not add.
+bool takes_turns(const Problem& problem, const HopperBackwardTile& tile);
 // Whether dq is summed onto zeros, and not stored by the key tile that comes first.
-bool accumulates_onto_zeros(const Problem& problem);
+bool accumulates_onto_zeros(const Problem& problem, const HopperBackwardTile& tile);
 
 // What the build compiles ahead: every tile in both types, and float32.
 std::vector<KernelSource> backward_standard_set();

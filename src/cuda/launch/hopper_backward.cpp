@@ -93,7 +93,7 @@ class HopperBackward final : public BackwardPass {
   }
   [[nodiscard]] Zeroed zeroed(std::byte* workspace) const override {
     if (tile_.two_passes()) return {};
-    return {.dq = accumulates_onto_zeros(problem_) ? dq_in(workspace) : nullptr,
+    return {.dq = accumulates_onto_zeros(problem_, tile_) ? dq_in(workspace) : nullptr,
             .dq_floats = dq_floats,
             .turns = turns_in(workspace),
             .tickets = tickets_in(workspace)};
@@ -121,8 +121,8 @@ class HopperBackward final : public BackwardPass {
     const std::int64_t most_members =
         std::clamp<std::int64_t>(most_of_gang / std::max<std::int64_t>(query_tiles(), 1), 1, multiprocessors_);
     params.heads = static_cast<unsigned>(heads);
-    params.any_band = is_banded(p);
-    if (params.any_band != 0) {
+    params.in_order = is_done_in_order(p, tile_);
+    if (params.in_order != 0) {
       // Bounded below only, the first key tiles are those that see few queries.
       params.downwards = params.forward.band_hi >= p.seqlen_k - 1 && params.forward.band_lo > 1 - p.seqlen_q;
       set_sections(params, most_heads, 1);
@@ -155,6 +155,7 @@ class HopperBackward final : public BackwardPass {
     const Problem& p = problem_;
     params_.forward = options();
     params_.key_tiles = static_cast<unsigned>(key_tiles_);
+    params_.items = static_cast<unsigned>(key_blocks());
     params_.heads_kv = divisor(p.heads_kv);
     params_.group = divisor(p.group());
     params_.query_tiles = divisor(query_tiles());
@@ -184,8 +185,10 @@ class HopperBackward final : public BackwardPass {
     if (any_k) {
       CUtensorMap dk = dk_.map(params.dk, k), dv = dv_.map(params.dv, k);
       void* arguments[] = {&q, &k, &v, &dout, &dk, &dv, &params};
-      launch(main_->in(context), static_cast<unsigned>(key_blocks()), HopperBackwardTile::threads, buffers.stream,
-             arguments);
+      // hopper_backward's blocks of threads stay.
+      const std::int64_t blocks =
+          tile_.two_passes() ? key_blocks() : std::min<std::int64_t>(key_blocks(), multiprocessors_);
+      launch(main_->in(context), static_cast<unsigned>(blocks), HopperBackwardTile::threads, buffers.stream, arguments);
     }
     if (any_q && tile_.two_passes()) {
       CUtensorMap dq = dq_.map(params.dq_rows, q);
