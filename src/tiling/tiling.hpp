@@ -13,6 +13,11 @@
 
 namespace headrace {
 
+// Before a loop that is not to be unrolled.
+#ifndef HEADRACE_ROLLED
+#define HEADRACE_ROLLED
+#endif
+
 #ifndef HEADRACE_INDEX
 #define HEADRACE_INDEX long long
 #endif
@@ -113,7 +118,9 @@ struct Visibility {
     const bool inside_band = nearest >= band.lo && farthest <= band.hi;
     if (blocks.bits == nullptr) return inside_band ? TileKind::full : TileKind::edge;
     bool any = false, all = true;
+    HEADRACE_ROLLED
     for (Index bi = rows.begin / blocks.block_q; bi <= (rows.end - 1) / blocks.block_q; ++bi) {
+      HEADRACE_ROLLED
       for (Index bj = keys.begin / blocks.block_k; bj <= (keys.end - 1) / blocks.block_k; ++bj) {
         const bool set = blocks.bits[bi * blocks.stride_q + bj * blocks.stride_k] != 0;
         any = any || set;

@@ -49,14 +49,18 @@ void add_hopper_forward(std::vector<KernelSource>& sample) {
   for (const char* option : options) sample.push_back(with(base, option, 1));
 }
 
-// All options at once.
-void add_others(std::vector<KernelSource>& sample) {
-  sample.push_back(with_all_options(with(standard_kernel("hopper_split_forward"), "PAIRED", 1)));
-  sample.push_back(with_all_options(with(standard_kernel("hopper_backward"), "DETERMINISTIC", 1)));
+// All options at once, the shapes with most code.
+void add_all_options(std::vector<KernelSource>& sample) {
+  sample.push_back(with_all_options(with(standard_kernel("hopper_forward"), "PAIRED", 1)));
+  for (const int head_dim : {64, 128}) {
+    sample.push_back(with_all_options(with(standard_kernel("hopper_split_forward", head_dim), "PAIRED", 1)));
+    sample.push_back(with_all_options(with(standard_kernel("hopper_backward", head_dim), "DETERMINISTIC", 1)));
+  }
   for (const char* entry : {"hopper_backward_keys", "hopper_backward_queries"})
     sample.push_back(with_all_options(standard_kernel(entry, 256)));
   // The gradient of a bias of float32 in a bfloat16 problem.
   const KernelSource gradient = standard_kernel("backward_gradient", 0);
+  sample.push_back(with_all_options(with(with(gradient, "TARGET", 1), "COLUMNS", 128)));
   sample.push_back(with_all_options(with(with(with(gradient, "TARGET", 3), "FLOAT32", 0), "COLUMNS", 64)));
 }
 
@@ -70,7 +74,7 @@ std::vector<KernelSource> on_demand_sample() {
       {"arithmetic", "test/arithmetic.cuh", {{"FLOAT16", 1}}},
   };
   add_hopper_forward(sample);
-  add_others(sample);
+  add_all_options(sample);
   return sample;
 }
 

@@ -219,6 +219,7 @@ std::vector<Loop> loops_of(const Listing& listing) {
 SassReport count_instructions(std::string_view sass) {
   const Listing listing = read_listing(sass);
   SassReport report;
+  report.instructions = static_cast<int>(listing.code.size());
   for (const Instruction& instruction : listing.code) {
     report.tensor_instructions += instruction.tensor ? 1 : 0;
     report.local_accesses += instruction.local ? 1 : 0;

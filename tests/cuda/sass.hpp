@@ -7,6 +7,7 @@
 namespace headrace::cuda {
 
 struct SassReport {
+  int instructions = 0;
   int tensor_instructions = 0;  // HGMMA, IGMMA, QGMMA: what wgmma becomes
   int local_accesses = 0;       // LDL, STL: spilled registers and arrays with dynamic indices
   int tensor_loops = 0;         // innermost loops with tensor instructions

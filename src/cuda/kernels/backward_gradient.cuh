@@ -164,29 +164,38 @@ struct Gradient {
 
   // Products become what the sum's right operand is weighted with: the gradient of scores, of the product before them,
   // or p.
-  __device__ void finish(const Head& head, Scores& s, const Scores& dp, int own0, int other0) const {
+  __device__ void finish(const Head& head, Scores& s, Scores& dp, int own0, int other0) const {
     const float slope = slope_of(p.forward, head);
-    const int own_row = own0 + 16 * warp + lane / 4, other_row = other0 + 2 * (lane & 3);
+    constexpr int kElementTurns = element_turns(8), kGroups = kTile / 8 / kElementTurns;  // of 8 columns, of a turn
+    const int own_row = own0 + 16 * warp + lane / 4, first = other0 + 2 * (lane & 3);
+    const auto visible = visible_of_two<kTile / 4, kOwnIsQueries>(p.forward, head, kOwnIsQueries ? own_row : first,
+                                                                  kOwnIsQueries ? first : own_row);
+    HEADRACE_ROLLED
+    for (int turn = 0; turn < kElementTurns; ++turn) {
+      const int other_row = first + 8 * kGroups * turn;
 #pragma unroll
-    for (int n = 0; n < kTile / 8; ++n) {
+      for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int own = own_row + 8 * r, first = other_row + 8 * n;
-        const KeptPair kept_pair(p.forward, head, kOwnIsQueries ? own : first, kOwnIsQueries ? first : own,
-                                 kOwnIsQueries);
+        for (int r = 0; r < 2; ++r) {
+          const int own = own_row + 8 * r, other = other_row + 8 * n;
+          const KeptPair kept_pair(p.forward, head, kOwnIsQueries ? own : other, kOwnIsQueries ? other : own,
+                                   kOwnIsQueries);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int i = kOwnIsQueries ? own : first + c, j = kOwnIsQueries ? first + c : own;
-          float& score = s[n][2 * r + c];
-          const Query of = query(head, i);
-          float derivative;
-          const float probability = probability_of(p.forward, head, slope, score, of.minus_lse, i, j, derivative);
-          const float kept = kept_pair.factor(p.forward, c);
-          score = TARGET == kOfValues ? probability * kept
-                                      : score_gradient(probability, dp[n][2 * r + c], kept, of.minus_d,
-                                                       TARGET == kOfBias ? 1.0f : derivative);
+          for (int c = 0; c < 2; ++c) {
+            const int i = kOwnIsQueries ? own : other + c, j = kOwnIsQueries ? other + c : own;
+            float& score = s[n][2 * r + c];
+            const Query of = query(head, i);
+            float derivative;
+            const float probability = probability_of(p.forward, head, slope, score, of.minus_lse, i, j,
+                                                     visible(r, 2 * (kGroups * turn + n) + c), derivative);
+            const float kept = kept_pair.factor(p.forward, c);
+            score = TARGET == kOfValues ? probability * kept
+                                        : score_gradient(probability, dp[n][2 * r + c], kept, of.minus_d,
+                                                         TARGET == kOfBias ? 1.0f : derivative);
+          }
         }
       }
+      next_turn<kElementTurns>(s, dp);
     }
   }
 

@@ -17,6 +17,27 @@ __device__ inline float tanh_of(float x, float& derivative) {
   return ratio;
 }
 
+// What block mask and mask show of two rows, or columns, of a tile, 8 apart: all_visible_by_data() of each.
+struct VisibleByData {
+  unsigned bits[2];
+
+  __device__ bool operator()(int r, int element) const {
+    return !(MASK || BLOCK_MASK) || (bits[r] >> element & 1) != 0;
+  }
+  // Whether the whole warp sees nothing of a group of 8: it may be passed over. Where there are many options all groups
+  // are asked. That keeps the assembler from making everything of all groups at once, for which there are no registers.
+  __device__ bool nothing_of(int group) const {
+    if constexpr (!kManyOptions || !(MASK || BLOCK_MASK)) return false;
+    return __all_sync(~0u, ((bits[0] | bits[1]) >> (2 * group) & 3) == 0);
+  }
+};
+template <int kCount, bool kAlongRow>
+__device__ inline VisibleByData visible_of_two(const Params& p, const Head& head, int i, int j) {
+  if constexpr (!(MASK || BLOCK_MASK)) return {{~0u, ~0u}};
+  return {{all_visible_by_data<kCount, kAlongRow>(p, head, i, j),
+           all_visible_by_data<kCount, kAlongRow>(p, head, kAlongRow ? i + 8 : i, kAlongRow ? j : j + 8)}};
+}
+
 __device__ inline float slope_of(const Params& p, const Head& head) {
   return ALIBI ? p.alibi_slopes[head.b * p.alibi_batch + head.h * p.alibi_head] : 0.0f;
 }
@@ -24,7 +45,7 @@ __device__ inline float slope_of(const Params& p, const Head& head) {
 // p = exp(score - lse) of query i and key j, 0 if the key is hidden, and at most 1, whatever lse's rounding.
 // minus_lse: in natural units, or in those of log2 if scores are. derivative: of the softcap.
 __device__ inline float probability_of(const Params& p, const Head& head, float slope, float product, float minus_lse,
-                                       int i, int j, float& derivative) {
+                                       int i, int j, bool visible_by_data, float& derivative) {
   float score = product * (kFinalScores ? scale_of(p) : p.scale * kLog2E);
   derivative = 1.0f;
   if constexpr (SOFTCAP) score = p.softcap * tanh_of(score, derivative);
@@ -34,8 +55,7 @@ __device__ inline float probability_of(const Params& p, const Head& head, float 
   }
   if constexpr (ALIBI) score -= slope * fabsf(static_cast<float>(distance(p, i, j)));
   const int offset = j - i;
-  bool seen = j < p.seqlen_k && offset >= p.band_lo && offset <= p.band_hi;
-  if constexpr (MASK || BLOCK_MASK) seen = seen && visible_by_data(p, head, i, j);
+  const bool seen = visible_by_data && j < p.seqlen_k && offset >= p.band_lo && offset <= p.band_hi;
   const float exponent = ptx::minimum(seen ? score + minus_lse : minus_infinity(), 0.0f);
   return ptx::exp2(kFinalScores ? exponent * kLog2E : exponent);
 }

@@ -11,6 +11,9 @@
 namespace headrace::cuda {
 
 constexpr int kColumnsOfLane = VALUE_DIM / 32;
+// That are worked on at a time. Their code is half of a plain kernel, and grows with every option.
+constexpr bool kAnyOption = SOFTCAP || ALIBI || BIAS || MASK || BLOCK_MASK || DROPOUT;
+constexpr int kExactRows = kAnyOption ? 4 : kRowsOfWarp;
 // Values from 2^64 on are summed times 2^-64: sums of p v could overflow where their mean does not.
 constexpr float kLargeValue = 0x1p64f, kLargeValueScale = 0x1p-64f;
 
@@ -53,23 +56,23 @@ __device__ inline double exact_score(const Params& p, const Tile& tile, float sl
   return x;
 }
 
-// 16 rows of a tile, from row0 on, by one warp: each lane has one of 32 keys while scores are made, in float64, which
-// no product of floats overflows; then every 32nd column of the output.
+// Up to kExactRows rows of a tile, from row0 on, by one warp: each lane has one of 32 keys while scores are made, in
+// float64, which no product of floats overflows; then every 32nd column of the output.
 __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile& tile, int chunk, int row0,
                                   float slope) {
   const Params& forward = p.forward;
   const int h = tile.h, head_kv = static_cast<int>(forward.group.quotient(h));
-  const int lane = lane_of_thread(), count = min(kRowsOfWarp, forward.seqlen_q - row0);
+  const int lane = lane_of_thread(), count = min(kExactRows, forward.seqlen_q - row0);
   const float* q = p.q.from + tile.b * p.q.batch_stride + h * p.q.head_stride + row0 * p.q.row_stride;
   const float* k = p.k.from + tile.b * p.k.batch_stride + head_kv * p.k.head_stride;
   const float* v = p.v.from + tile.b * p.v.batch_stride + head_kv * p.v.head_stride + chunk * VALUE_DIM;
   const Visibility vis = visibility(forward, tile);
   const Range keys = vis.keys_of_rows({row0, row0 + count});
   const float value_scale = largest_value(p.v, tile.b, head_kv, keys) < kLargeValue ? 1.0f : kLargeValueScale;
-  double top[kRowsOfWarp];
-  float sum[kRowsOfWarp], out[kRowsOfWarp][kColumnsOfLane];
+  double top[kExactRows];
+  float sum[kExactRows], out[kExactRows][kColumnsOfLane];
 #pragma unroll
-  for (int r = 0; r < kRowsOfWarp; ++r) {
+  for (int r = 0; r < kExactRows; ++r) {
     top[r] = SINKS ? static_cast<double>(forward.sinks[h * forward.sinks_stride]) : -double_infinity();
     sum[r] = SINKS && lane == 0 && top[r] != -double_infinity() ? 1.0f : 0.0f;
 #pragma unroll
@@ -77,22 +80,22 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
   }
   for (Index begin = keys.begin; begin < keys.end; begin += 32) {
     const int j = begin + lane;
-    double x[kRowsOfWarp];
+    double x[kExactRows];
 #pragma unroll
-    for (int r = 0; r < kRowsOfWarp; ++r) x[r] = 0.0;
+    for (int r = 0; r < kExactRows; ++r) x[r] = 0.0;
     if (j < keys.end) {
 #pragma unroll 1
       for (int c = 0; c < p.head_dim; ++c) {
         const double key = k[j * p.k.row_stride + c];
 #pragma unroll
-        for (int r = 0; r < kRowsOfWarp; ++r)
+        for (int r = 0; r < kExactRows; ++r)
           x[r] = fma(static_cast<double>(q[min(r, count - 1) * p.q.row_stride + c]), key, x[r]);
       }
     }
-    float weight[kRowsOfWarp];
-    unsigned seen[kRowsOfWarp];  // by lane: whether the key is visible to the row
+    float weight[kExactRows];
+    unsigned seen[kExactRows];  // by lane: whether the key is visible to the row
 #pragma unroll
-    for (int r = 0; r < kRowsOfWarp; ++r) {
+    for (int r = 0; r < kExactRows; ++r) {
       const int i = row0 + r;
       const bool visible = r < count && j < keys.end && vis.band.visible(i, j) &&
                            (!(MASK || BLOCK_MASK) || visible_by_data(forward, tile, i, j));
@@ -114,7 +117,7 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
       for (int c = 0; c < kColumnsOfLane; ++c) out[r][c] *= kept;
     }
     // Summed apart: the sum over all keys would gather rounding errors.
-    float block[kRowsOfWarp][kColumnsOfLane] = {};
+    float block[kExactRows][kColumnsOfLane] = {};
 #pragma unroll 1
     for (int n = 0; n < 32 && begin + n < keys.end; ++n) {
       float value[kColumnsOfLane];
@@ -126,7 +129,7 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
                        : 0.0f;
       }
 #pragma unroll
-      for (int r = 0; r < kRowsOfWarp; ++r) {
+      for (int r = 0; r < kExactRows; ++r) {
         const float of_key = __shfl_sync(~0u, weight[r], n);
         if ((seen[r] >> n & 1) == 0) continue;
 #pragma unroll
@@ -134,13 +137,13 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
       }
     }
 #pragma unroll
-    for (int r = 0; r < kRowsOfWarp; ++r) {
+    for (int r = 0; r < kExactRows; ++r) {
 #pragma unroll
       for (int c = 0; c < kColumnsOfLane; ++c) out[r][c] += block[r][c];
     }
   }
 #pragma unroll
-  for (int r = 0; r < kRowsOfWarp; ++r) {
+  for (int r = 0; r < kExactRows; ++r) {
     if (r >= count) break;
     float total = sum[r];
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
@@ -156,6 +159,13 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
       write_lse(forward, tile, row0 + r, total == 0.0f ? minus_infinity() : static_cast<float>(top[r] + log_sum));
   }
   __syncwarp();
+}
+
+// The rows of a warp, from row0 on.
+__device__ inline void exact_rows_of_warp(const HopperSplitForwardParams& p, const Tile& tile, int chunk, int row0,
+                                          float slope) {
+  HEADRACE_ROLLED
+  for (int n = 0; n < kRowsOfWarp; n += kExactRows) exact_rows(p, tile, chunk, row0 + n, slope);
 }
 
 }  // namespace headrace::cuda

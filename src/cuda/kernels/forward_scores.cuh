@@ -11,6 +11,8 @@
 
 namespace headrace::cuda {
 
+constexpr int kElementTurns = element_turns(4);
+
 // A thread's rows of a tile.
 struct ThreadRows {
   Tile tile;
@@ -21,23 +23,27 @@ struct ThreadRows {
 // Brings products to scores, in natural units. factor: scale_of() times what the products are in units of.
 __device__ inline void finish_scores(const Params& p, const ThreadRows& rows, int block, float (&s)[kKeys / 2],
                                      float factor) {
-  const int j0 = block * kKeys + 2 * (lane_of_thread() & 3);
+  HEADRACE_ROLLED
+  for (int turn = 0; turn < kElementTurns; ++turn) {
+    const int j0 = block * kKeys + turn * (kKeys / kElementTurns) + 2 * (lane_of_thread() & 3);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int i = rows.row[r];
-    const float behind = static_cast<float>(distance(p, i, j0));
+    for (int r = 0; r < 2; ++r) {
+      const int i = rows.row[r];
+      const float behind = static_cast<float>(distance(p, i, j0));
 #pragma unroll
-    for (int n = 0; n < kKeys / 4; ++n) {
-      const int e = 4 * (n / 2) + 2 * r + n % 2, column = 8 * (n / 2) + n % 2;
-      float x = s[e] * factor;
-      if constexpr (SOFTCAP) x = p.softcap * tanh_of(x);
-      if constexpr (BIAS) {
-        const float bias = bias_of(p, rows.tile, min(i, p.seqlen_q - 1), min(j0 + column, p.seqlen_k - 1));
-        x = bias == minus_infinity() ? bias : x + bias;
+      for (int n = 0; n < kKeys / kElementTurns / 4; ++n) {
+        const int e = 4 * (n / 2) + 2 * r + n % 2, column = 8 * (n / 2) + n % 2;
+        float x = s[e] * factor;
+        if constexpr (SOFTCAP) x = p.softcap * tanh_of(x);
+        if constexpr (BIAS) {
+          const float bias = bias_of(p, rows.tile, min(i, p.seqlen_q - 1), min(j0 + column, p.seqlen_k - 1));
+          x = bias == minus_infinity() ? bias : x + bias;
+        }
+        if constexpr (ALIBI) x -= rows.slope * fabsf(behind - static_cast<float>(column));
+        s[e] = x;
       }
-      if constexpr (ALIBI) x -= rows.slope * fabsf(behind - static_cast<float>(column));
-      s[e] = x;
     }
+    next_turn<kElementTurns>(s);
   }
 }
 
@@ -50,24 +56,21 @@ __device__ inline unsigned first_bits(int count) { return count >= 32 ? ~0u : (1
 
 // What is not visible becomes -inf.
 __device__ inline void mask_scores(const Params& p, const ThreadRows& rows, int block, float (&s)[kKeys / 2]) {
-  const int j0 = block * kKeys, column0 = 2 * (lane_of_thread() & 3);
+  constexpr int kOwnKeys = kKeys / 4;  // of a row
+  static_assert(kOwnKeys <= 32);
+  const int j0 = block * kKeys;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     // Columns [begin, end) of the block are in the band and the sequence.
     const Index low = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band_lo)) - j0;
     const Index high = max_index(0, min_index(p.seqlen_k, rows.row[r] + p.band_hi + 1)) - j0;
     const int begin = own_columns_below(low), end = own_columns_below(high);
+    unsigned visible = first_bits(end) & ~first_bits(begin);
+    if constexpr (MASK || BLOCK_MASK)
+      visible &= all_visible_by_data<kOwnKeys, true>(p, rows.tile, rows.row[r], j0 + 2 * (lane_of_thread() & 3));
 #pragma unroll
-    for (int word = 0; word < ceil_div(kKeys, 128); ++word) {
-      const unsigned visible = first_bits(end - 32 * word) & ~first_bits(begin - 32 * word);
-#pragma unroll
-      for (int bit = 0; bit < 32 && 32 * word + bit < kKeys / 4; ++bit) {
-        const int g = (32 * word + bit) / 2, c = bit & 1;
-        bool seen = (visible >> bit & 1) != 0;
-        if constexpr (MASK || BLOCK_MASK)
-          seen = seen && visible_by_data(p, rows.tile, rows.row[r], j0 + 8 * g + column0 + c);
-        if (!seen) s[4 * g + 2 * r + c] = minus_infinity();
-      }
+    for (int bit = 0; bit < kOwnKeys; ++bit) {
+      if ((visible >> bit & 1) == 0) s[4 * (bit / 2) + 2 * r + bit % 2] = minus_infinity();
     }
   }
 }
@@ -76,13 +79,19 @@ __device__ inline void mask_scores(const Params& p, const ThreadRows& rows, int 
 __device__ inline void drop_scores(const Params& p, const ThreadRows& rows, int block, float (&s)[kKeys / 2],
                                    float kept) {
   const bool odd = (rows.row[0] & 1) != 0;
+  HEADRACE_ROLLED
+  for (int turn = 0; turn < kElementTurns; ++turn) {
+    const int j0 = block * kKeys + turn * (kKeys / kElementTurns) + 2 * (lane_of_thread() & 3);
 #pragma unroll
-  for (int e = 0; e < kKeys / 2; e += 2) {
-    const int i = rows.row[(e >> 1) & 1], j = block * kKeys + 8 * (e / 4) + 2 * (lane_of_thread() & 3);
-    const Philox random = Philox::make(static_cast<unsigned>(j >> 1), static_cast<unsigned>(i >> 1),
-                                       static_cast<unsigned>(rows.tile.h), static_cast<unsigned>(rows.tile.b), p.seed);
-    s[e] *= (odd ? random.word[2] : random.word[0]) >= p.dropout_threshold ? kept : 0.0f;
-    s[e + 1] *= (odd ? random.word[3] : random.word[1]) >= p.dropout_threshold ? kept : 0.0f;
+    for (int e = 0; e < kKeys / kElementTurns / 2; e += 2) {
+      const int i = rows.row[(e >> 1) & 1], j = j0 + 8 * (e / 4);
+      const Philox random =
+          Philox::make(static_cast<unsigned>(j >> 1), static_cast<unsigned>(i >> 1), static_cast<unsigned>(rows.tile.h),
+                       static_cast<unsigned>(rows.tile.b), p.seed);
+      s[e] *= (odd ? random.word[2] : random.word[0]) >= p.dropout_threshold ? kept : 0.0f;
+      s[e + 1] *= (odd ? random.word[3] : random.word[1]) >= p.dropout_threshold ? kept : 0.0f;
+    }
+    next_turn<kElementTurns>(s);
   }
 }
 

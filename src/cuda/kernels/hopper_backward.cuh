@@ -432,8 +432,13 @@ struct Consumer {
     const Head head = steps.query_head();
     const float slope = slope_of(forward, head);
     const int i0 = steps.m * kQueries + 2 * (lane & 3);
+    const auto visible = visible_of_two<kQueries / 4, false>(forward, head, i0, key(steps, 0));
 #pragma unroll
     for (int g = 0; g < kQueries / 8; ++g) {
+      if (visible.nothing_of(g)) {
+        probabilities[2 * g] = probabilities[2 * g + 1] = ds[2 * g] = ds[2 * g + 1] = 0;
+        continue;
+      }
       float row[4];
       load_statistics(row, statistics_of_step + g * sizeof(RowPair) * 4);
 #pragma unroll
@@ -445,7 +450,8 @@ struct Consumer {
         for (int c = 0; c < 2; ++c) {
           const int i = i0 + 8 * g + c, e = 4 * g + 2 * r + c;
           float derivative;
-          const float probability = probability_of(forward, head, slope, s[e], row[c], i, j, derivative);
+          const float probability =
+              probability_of(forward, head, slope, s[e], row[c], i, j, visible(r, 2 * g + c), derivative);
           const float kept = kept_pair.factor(forward, c);
           of_p[c] = probability * kept;
           // Where p is 0 so is ds, even if dout . v is not finite.

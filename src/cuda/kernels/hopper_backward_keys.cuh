@@ -39,6 +39,9 @@ constexpr int kPanelBytes = 64 * 128;
 constexpr int kRowPanels = kHeadPanels > kValuePanels ? kHeadPanels : kValuePanels;
 constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
 constexpr int kTurn = 1;  // barriers kTurn, kTurn + 1: the warpgroups' turns on the tensor cores
+// Whether the arithmetic on a step stands at the beginning of the loop over the steps, and not before it and at its
+// end: once instead of twice, where it is long.
+constexpr bool kPreparesFirst = kManyOptions;
 
 struct alignas(1024) Shared {
   Element k[kHeadPanels][kKeys * kPanel];
@@ -209,8 +212,14 @@ struct ProbabilityConsumer : Consumer {
     const Head head = steps.query_head();
     const float slope = slope_of(forward, head);
     const int i0 = steps.m * kQueries + 2 * (lane & 3);
+    const auto visible = visible_of_two<kQueries / 4, false>(forward, head, i0, key(0));
 #pragma unroll
     for (int g = 0; g < kQueries / 8; ++g) {
+      if (visible.nothing_of(g)) {
+        s[4 * g] = s[4 * g + 1] = s[4 * g + 2] = s[4 * g + 3] = 0.0f;
+        handed[2 * g] = handed[2 * g + 1] = 0;
+        continue;
+      }
       float row[4];
       load_statistics(row, ring, g);
 #pragma unroll
@@ -220,8 +229,8 @@ struct ProbabilityConsumer : Consumer {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int e = 4 * g + 2 * r + c;
-          const float probability =
-              probability_of(forward, head, slope, s[e], row[c], i0 + 8 * g + c, key(r), slopes[c]);
+          const float probability = probability_of(forward, head, slope, s[e], row[c], i0 + 8 * g + c, key(r),
+                                                   visible(r, 2 * g + c), slopes[c]);
           slopes[c] *= probability;
           s[e] = probability * kept_pair.factor(forward, c);
         }
@@ -254,10 +263,11 @@ struct ProbabilityConsumer : Consumer {
       multiply_keys(shared.k, ring, q_place(ring), true);
       ptx::wgmma_wait<0>();
       ptx::pin(s);
-      prepare(steps, ring, place);
+      if (!kPreparesFirst) prepare(steps, ring, place);
     }
 #pragma unroll 1
     while (steps.any()) {
+      if (kPreparesFirst) prepare(steps, ring, place);
 #pragma unroll
       for (int n = 0; n < kQueries / 4; ++n) left[n] = ptx::pack(s[2 * n], s[2 * n + 1]);
       const Ring now = ring;
@@ -278,7 +288,7 @@ struct ProbabilityConsumer : Consumer {
       release(shared.rows_empty[now.slot][dout_place(now)]);
       ptx::wgmma_wait<0>();
       ptx::pin(s);
-      if (more) prepare(steps, ring, place);
+      if (more && !kPreparesFirst) prepare(steps, ring, place);
     }
     ptx::barrier_sync(kTurn + 2, 256);  // both are done with k and v
     store_rows<VALUE_DIM>(dv, 1.0f, shared.v, 16 * warp, {tile.b, tile.h, tile.n * kKeys, p.forward.seqlen_k}, map, to);
@@ -342,10 +352,11 @@ struct GradientConsumer : Consumer {
       ptx::wgmma_wait<0>();
       ptx::pin(s);
       release(shared.rows_empty[ring.slot][dout_place(ring)]);
-      prepare(steps, ring, place);
+      if (!kPreparesFirst) prepare(steps, ring, place);
     }
 #pragma unroll 1
     while (steps.any()) {
+      if (kPreparesFirst) prepare(steps, ring, place);
 #pragma unroll
       for (int n = 0; n < kQueries / 4; ++n) left[n] = pack_gradients(s[2 * n], s[2 * n + 1]);
       const Ring now = ring;
@@ -365,7 +376,7 @@ struct GradientConsumer : Consumer {
       ptx::pin(s);
       if (more) {
         release(shared.rows_empty[ring.slot][dout_place(ring)]);
-        prepare(steps, ring, place);
+        if (!kPreparesFirst) prepare(steps, ring, place);
       }
     }
     ptx::barrier_sync(kTurn + 2, 256);  // both are done with k and v

@@ -222,16 +222,21 @@ struct Consumer {
   __device__ void finish_any(const Blocks& blocks) {
     const float slope = slope_of(p.forward, blocks.head);
     const int j0 = blocks.next * kKeys + 2 * (lane & 3);
+    const auto visible = visible_of_two<kKeys / 4, true>(p.forward, blocks.head, row[0], j0);
 #pragma unroll
     for (int e = 0; e < kKeys / 2; e += 2) {
+      if (visible.nothing_of(e / 4)) {
+        ds[e / 2] = 0;
+        continue;
+      }
       const int r = e >> 1 & 1, j = j0 + 8 * (e / 4);
       const KeptPair kept_pair(p.forward, blocks.head, row[r], j, true);
       float gradient[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float derivative;
-        const float probability =
-            probability_of(p.forward, blocks.head, slope, s[e + c], minus_lse[r], row[r], j + c, derivative);
+        const float probability = probability_of(p.forward, blocks.head, slope, s[e + c], minus_lse[r], row[r], j + c,
+                                                 visible(r, e / 4 * 2 + c), derivative);
         gradient[c] = score_gradient(probability, dp[e + c], kept_pair.factor(p.forward, c), minus_d[r], derivative);
       }
       ds[e / 2] = pack_gradients(gradient[0], gradient[1]);

@@ -364,7 +364,7 @@ struct Consumer {
       o[e] *= inverse[(e >> 1) & 1];
     }
     if (__any_sync(~0u, !(good && not_finite == 0.0f))) {
-      exact_rows(p, rows.tile, chunk, rows.row[0] - lane / 4, rows.slope);
+      exact_rows_of_warp(p, rows.tile, chunk, rows.row[0] - lane / 4, rows.slope);
       return;
     }
 #pragma unroll

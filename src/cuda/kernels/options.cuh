@@ -5,6 +5,7 @@
 #pragma once
 
 #define HEADRACE_INDEX int
+#define HEADRACE_ROLLED _Pragma("unroll 1")
 #include "describe/dropout.hpp"
 #include "element.cuh"
 #include "hopper_forward_params.hpp"
@@ -14,6 +15,41 @@
 namespace headrace::cuda {
 
 using Params = HopperForwardParams;
+
+// Whether several options are in use that take much code for each element. Then kernels work on a block's elements in
+// turns, by one loop over the same registers: unrolled they would be twice as long, and take the compiler as much
+// longer.
+constexpr bool kManyOptions =
+    (SOFTCAP != 0) + (ALIBI != 0) + (BIAS != 0) + (MASK != 0) + (BLOCK_MASK != 0) + (DROPOUT != 0) > 2;
+constexpr int element_turns(int of_many_options) { return kManyOptions ? of_many_options : 1; }
+
+template <typename T>
+__device__ inline void assign(T& to, const T& from) {
+  to = from;
+}
+template <typename T, int kCount>
+__device__ inline void assign(T (&to)[kCount], const T (&from)[kCount]) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) assign(to[e], from[e]);
+}
+// The first kPart elements go to the end, and all others move up.
+template <int kPart, typename T, int kCount>
+__device__ inline void rotate(T (&x)[kCount]) {
+  T first[kPart];
+#pragma unroll
+  for (int e = 0; e < kPart; ++e) assign(first[e], x[e]);
+#pragma unroll
+  for (int e = 0; e + kPart < kCount; ++e) assign(x[e], x[e + kPart]);
+#pragma unroll
+  for (int e = 0; e < kPart; ++e) assign(x[kCount - kPart + e], first[e]);
+}
+// In each turn the first elements of every array are worked on, a kTurns-th of them all; then the next ones take their
+// place. After the last turn all are where they were.
+template <int kTurns, typename... T, int... kCounts>
+__device__ inline void next_turn(T (&... arrays)[kCounts]) {
+  static_assert(((kCounts % kTurns == 0) && ...));
+  if constexpr (kTurns > 1) (rotate<kCounts / kTurns>(arrays), ...);
+}
 
 // Query head h of sequence b.
 struct Head {
@@ -52,17 +88,29 @@ __device__ inline float bias_of(const Params& p, const Head& head, int i, int j)
 
 // Whether block mask and mask show key j to query i.
 __device__ inline bool visible_by_data(const Params& p, const Head& head, int i, int j) {
-  if (i >= p.seqlen_q || j >= p.seqlen_k) return false;
+  bool seen = i < p.seqlen_q && j < p.seqlen_k;
   if constexpr (BLOCK_MASK) {
     const unsigned char* bits = p.block_mask + head.b * p.block_strides.batch + head.h * p.block_strides.head;
-    if (bits[p.block_q.quotient(i) * p.block_strides.row + p.block_k.quotient(j) * p.block_strides.key] == 0)
-      return false;
+    seen = seen && bits[p.block_q.quotient(i) * p.block_strides.row + p.block_k.quotient(j) * p.block_strides.key] != 0;
   }
   if constexpr (MASK) {
-    return p.mask[head.b * p.mask_strides.batch + head.h * p.mask_strides.head + i * p.mask_strides.row +
-                  j * p.mask_strides.key] != 0;
+    const unsigned char* bits = p.mask + head.b * p.mask_strides.batch + head.h * p.mask_strides.head;
+    seen = seen && bits[i * p.mask_strides.row + j * p.mask_strides.key] != 0;
   }
-  return true;
+  return seen;
+}
+// The same of the elements that a thread has of a row, or of a column: the first one is that of (i, j), the others are
+// 1, 8, 9, 16, 17, ... further on. Bit n is element n. By a loop, few loads at a time: for more there are no registers.
+template <int kCount, bool kAlongRow>
+__device__ inline unsigned all_visible_by_data(const Params& p, const Head& head, int i, int j) {
+  static_assert(kCount <= 32);
+  unsigned seen = 0;
+#pragma unroll 8
+  for (int n = 0; n < kCount; ++n) {
+    const int further = 8 * (n / 2) + n % 2;
+    if (visible_by_data(p, head, kAlongRow ? i : i + further, kAlongRow ? j + further : j)) seen |= 1u << n;
+  }
+  return seen;
 }
 
 // What brings a product q . k to a score, or to the argument of a cap.
