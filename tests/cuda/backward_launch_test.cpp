@@ -263,61 +263,15 @@ TEST_F(BackwardLaunch, OnePlanForManyThreads) {
 }
 
 TEST_F(BackwardLaunch, WorksWithoutACurrentContextAndOnTheDefaultStream) {
-  std::unique_ptr<GpuStream> stream;
-  std::unique_ptr<Launch> launch;
-  std::vector<std::byte> bits;
-  {
-    const ContextScope scope(0);
-    stream = std::make_unique<GpuStream>();
-    launch =
-        std::make_unique<Launch>(deterministic_spec(DType::float16, 260, 128, Causal::none), *stream, Pass::backward);
-    bits = launch->run();
-    launch->poison();
-    stream->synchronize("poison");
-  }
-  cuda::CUcontext current = nullptr;
-  check(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent");
-  ASSERT_EQ(current, nullptr);
-  launch->attention().stream = nullptr;
-  launch->launch();
-  check(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent");
-  EXPECT_EQ(current, nullptr);
-  const ContextScope scope(0);
-  check(driver().cuCtxSynchronize(), "cuCtxSynchronize");
-  EXPECT_EQ(bits_that_differ(launch->bits(), bits), "");
-  launch.reset();
-  stream.reset();
+  expect_to_work_without_a_context(deterministic_spec(DType::float16, 260, 128, Causal::none), Pass::backward);
 }
 
 // -- what is refused, and what it needs --
 
 TEST_F(BackwardLaunch, RefusesMemoryOfTheHost) {
-  const ContextScope scope(0);
-  const GpuStream stream;
   Spec spec = deterministic_spec(DType::bfloat16, 130, 64, Causal::none);
   add_every_option(spec);
-  const Launch launch(spec, stream, Pass::backward);
-  const std::vector<std::byte> bits = launch.run();
-  struct Field {
-    const char* name;
-    Tensor Attention::*tensor;
-  };
-  alignas(64) static std::byte host[4096];
-  for (const Field& field :
-       {Field{"q", &Attention::q}, Field{"k", &Attention::k}, Field{"v", &Attention::v}, Field{"out", &Attention::out},
-        Field{"lse", &Attention::lse}, Field{"bias", &Attention::bias}, Field{"mask", &Attention::mask},
-        Field{"alibi_slopes", &Attention::alibi_slopes}, Field{"sinks", &Attention::sinks},
-        Field{"block_mask", &Attention::block_mask}, Field{"dout", &Attention::dout}, Field{"dlse", &Attention::dlse},
-        Field{"dq", &Attention::dq}, Field{"dk", &Attention::dk}, Field{"dv", &Attention::dv},
-        Field{"dbias", &Attention::dbias}, Field{"dsinks", &Attention::dsinks}}) {
-    Attention attention = launch.attention();
-    (attention.*field.tensor).data = host;
-    const hr_attention a = attention.c();
-    EXPECT_EQ(hr_backward(&a), HR_ERROR_VALUE) << field.name;
-    EXPECT_THAT(hr_last_error(), StartsWith(std::string(field.name) + ": is at 0x"));
-    EXPECT_THAT(hr_last_error(), HasSubstr("which is not memory of CUDA device 0"));
-  }
-  EXPECT_EQ(bits_that_differ(launch.run(), bits), "");
+  expect_to_refuse_host_memory(spec, Pass::backward);
 }
 
 // 16 heads of 128 over 65536 tokens: at most half as much again as dq in float32.

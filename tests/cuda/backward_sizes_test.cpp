@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "accuracy.hpp"
-#include "describe/problem.hpp"
 #include "spot_check.hpp"
 #include "spread_tensor.hpp"
 
@@ -49,14 +48,15 @@ TEST_F(BackwardSizes, OffsetsBeyondTwoToThe31) {
   const ContextScope scope(0);
   const GpuStream stream;
   // batch, row, head; and strides that TMA cannot walk
-  for (const auto& [dimension, remainder] : {std::pair{0, 0}, {1, 0}, {2, 0}, {0, 3}, {1, 3}, {2, 3}}) {
+  for (const auto& [large, odd] : {std::pair{0, 0}, {1, 0}, {2, 0}, {0, 3}, {1, 3}, {2, 3}}) {
+    const int dimension = large, remainder = odd;
     for (const bool deterministic : {false, true}) {
       Spec spec = spec_of_spread(test_rng().bits());
       spec.causal = Causal::bottom_right;
       spec.deterministic = deterministic;
       spec.dlse = true;
       Call call = make_call(spec);
-      try {
+      const std::string lacking = lack_of_memory([&] {
         const GpuCall on_gpu(call, stream.get());
         SpreadTensor q(call.q, dimension, remainder), k(call.k, dimension, remainder), v(call.v, dimension, remainder);
         SpreadTensor dout(call.dout, dimension, remainder), dlse(call.dlse, dimension);
@@ -75,10 +75,8 @@ TEST_F(BackwardSizes, OffsetsBeyondTwoToThe31) {
         outcome.results = results_in(call, Passes::both);
         EXPECT_EQ(judge(call, outcome, exact_on_cpu(call, 0, Passes::both), Passes::both), "")
             << "dimension " << dimension << " has the large stride, odd by " << remainder << ": " << spec.describe();
-      } catch (const Failure& error) {
-        if (!out_of_memory(error)) throw;
-        GTEST_SKIP() << error.what();
-      }
+      });
+      if (!lacking.empty()) GTEST_SKIP() << lacking;
     }
   }
 }
@@ -89,13 +87,11 @@ TEST_F(BackwardSizes, OffsetsBeyondTwoToThe31_OfBiasAndMask) {
   const GpuStream stream;
   for (const int dimension : {0, 1, 2, 3}) {
     for (const bool of_input_dtype : {true, false}) {
-      Spec spec = spec_of_spread(test_rng().bits());
-      spec.bias.present = spec.mask.present = spec.dbias = true;
-      spec.bias.full = spec.mask.full = {true, true, true, true};
+      Spec spec = spec_of_spread_with_bias_and_mask(test_rng().bits());
+      spec.dbias = true;
       spec.bias.of_input_dtype = of_input_dtype;
-      spec.bias.hidden = spec.mask.hidden = 0.3;
       Call call = make_call(spec);
-      try {
+      const std::string lacking = lack_of_memory([&] {
         GpuCall on_gpu(call, stream.get());
         on_gpu.upload();
         const SpreadTensor bias(call.bias, dimension), mask(call.mask, dimension);
@@ -112,10 +108,8 @@ TEST_F(BackwardSizes, OffsetsBeyondTwoToThe31_OfBiasAndMask) {
         outcome.results = results_in(call, Passes::both);
         EXPECT_EQ(judge(call, outcome, exact_on_cpu(call, 0, Passes::both), Passes::both), "")
             << "dimension " << dimension << " has the large stride: " << spec.describe();
-      } catch (const Failure& error) {
-        if (!out_of_memory(error)) throw;
-        GTEST_SKIP() << error.what();
-      }
+      });
+      if (!lacking.empty()) GTEST_SKIP() << lacking;
     }
   }
 }
@@ -126,7 +120,7 @@ TEST_F(BackwardSizes, AMaskOfMoreThanTwoToThe32Bytes) {
   Call call = make_call(dense_spec(DType::bfloat16, seqlen, seqlen, dim));
   const ContextScope scope(0);
   const GpuStream stream;
-  try {
+  const std::string lacking = lack_of_memory([&] {
     const OneKeyMask mask(seqlen, call.spec.seed);
     GpuCall on_gpu(call, stream.get());
     on_gpu.upload();
@@ -140,10 +134,8 @@ TEST_F(BackwardSizes, AMaskOfMoreThanTwoToThe32Bytes) {
     for (std::size_t n = 0; n < dout.size(); ++n) expected[mask.keys()[n / dim] * dim + n % dim] += dout[n];
     EXPECT_LE(relative_difference(call.dv.values(), expected), 3.0 * contract_of(DType::bfloat16));
     for (const Array* gradient : {&call.dq, &call.dk}) EXPECT_LE(largest_of(gradient->values()), 1e-3);
-  } catch (const Failure& error) {
-    if (!out_of_memory(error)) throw;
-    GTEST_SKIP() << error.what();
-  }
+  });
+  if (!lacking.empty()) GTEST_SKIP() << lacking;
 }
 
 TEST_F(BackwardSizes, LongSequences) {

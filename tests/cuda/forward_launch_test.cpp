@@ -120,59 +120,16 @@ TEST_F(ForwardLaunch, EachCallHasItsOwnOptions) {
 }
 
 TEST_F(ForwardLaunch, WorksWithoutACurrentContextAndOnTheDefaultStream) {
-  std::unique_ptr<GpuStream> stream;
-  std::unique_ptr<Launch> launch;
-  std::vector<std::byte> bits;
-  {
-    const ContextScope scope(0);
-    stream = std::make_unique<GpuStream>();
-    launch = std::make_unique<Launch>(launch_spec(DType::float16, 260, 128, Causal::none), *stream);
-    bits = launch->run();
-    launch->poison();
-    stream->synchronize("poison");
-  }
-  cuda::CUcontext current = nullptr;
-  check(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent");
-  ASSERT_EQ(current, nullptr);
-  launch->attention().stream = nullptr;
-  launch->launch();
-  check(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent");
-  EXPECT_EQ(current, nullptr);
-  const ContextScope scope(0);
-  check(driver().cuCtxSynchronize(), "cuCtxSynchronize");
-  EXPECT_TRUE(launch->bits() == bits);
-  launch.reset();
-  stream.reset();
+  expect_to_work_without_a_context(launch_spec(DType::float16, 260, 128, Causal::none), Pass::forward);
 }
 
 TEST_F(ForwardLaunch, RefusesMemoryOfTheHost) {
-  const ContextScope scope(0);
-  const GpuStream stream;
   Spec spec = launch_spec(DType::bfloat16, 130, 64, Causal::none);
   spec.bias.present = spec.mask.present = spec.blocks.present = true;
   spec.blocks.block_q = spec.blocks.block_k = 64;
   spec.alibi = Alibi::heads;
   spec.sinks = Sinks::normal;
-  Launch launch(spec, stream);
-  const std::vector<std::byte> bits = launch.run();
-  struct Field {
-    const char* name;
-    Tensor Attention::*tensor;
-  };
-  alignas(64) static std::byte host[4096];
-  for (const Field& field :
-       {Field{"q", &Attention::q}, Field{"k", &Attention::k}, Field{"v", &Attention::v}, Field{"out", &Attention::out},
-        Field{"lse", &Attention::lse}, Field{"bias", &Attention::bias}, Field{"mask", &Attention::mask},
-        Field{"alibi_slopes", &Attention::alibi_slopes}, Field{"sinks", &Attention::sinks},
-        Field{"block_mask", &Attention::block_mask}}) {
-    Attention attention = launch.attention();
-    (attention.*field.tensor).data = host;
-    const hr_attention a = attention.c();
-    EXPECT_EQ(hr_forward(&a), HR_ERROR_VALUE) << field.name;
-    EXPECT_THAT(hr_last_error(), StartsWith(std::string(field.name) + ": is at 0x"));
-    EXPECT_THAT(hr_last_error(), HasSubstr("which is not memory of CUDA device 0"));
-  }
-  EXPECT_TRUE(launch.run() == bits);
+  expect_to_refuse_host_memory(spec, Pass::forward);
 }
 
 // The copy of an input that TMA cannot read has the same elements, so the result has the same bits.

@@ -1,5 +1,4 @@
 // Sizes that overflow what is too narrow: grids beyond 65535, lists of tiles, offsets beyond 2^31 elements.
-#include "describe/problem.hpp"
 #include "on_gpu.hpp"
 #include "spread_tensor.hpp"
 
@@ -131,11 +130,12 @@ TEST_F(ForwardSizes, OffsetsBeyondTwoToThe31) {
   const ContextScope scope(0);
   const GpuStream stream;
   // batch, row, head; and strides that TMA cannot walk
-  for (const auto& [dimension, remainder] : {std::pair{0, 0}, {1, 0}, {2, 0}, {0, 3}, {1, 3}, {2, 3}}) {
+  for (const auto& [large, odd] : {std::pair{0, 0}, {1, 0}, {2, 0}, {0, 3}, {1, 3}, {2, 3}}) {
+    const int dimension = large, remainder = odd;
     Spec spec = spec_of_spread(test_rng().bits());
     spec.causal = Causal::bottom_right;
     Call call = make_call(spec);
-    try {
+    const std::string lacking = lack_of_memory([&] {
       GpuCall on_gpu(call, stream.get());
       SpreadTensor q(call.q, dimension, remainder), k(call.k, dimension, remainder), v(call.v, dimension, remainder);
       SpreadTensor out(call.out, dimension);
@@ -146,10 +146,8 @@ TEST_F(ForwardSizes, OffsetsBeyondTwoToThe31) {
       attention.out = out.view(), attention.lse = lse.view();
       EXPECT_EQ(judge_spread(call, attention, stream, &out, &lse, on_gpu), "")
           << "dimension " << dimension << " has the large stride, odd by " << remainder << ": " << spec.describe();
-    } catch (const Failure& error) {
-      if (!out_of_memory(error)) throw;
-      GTEST_SKIP() << error.what();
-    }
+    });
+    if (!lacking.empty()) GTEST_SKIP() << lacking;
   }
 }
 
@@ -158,13 +156,10 @@ TEST_F(ForwardSizes, OffsetsBeyondTwoToThe31_OfBiasAndMask) {
   const ContextScope scope(0);
   const GpuStream stream;
   for (const int dimension : {0, 1, 2, 3}) {
-    Spec spec = spec_of_spread(test_rng().bits());
-    spec.bias.present = spec.mask.present = true;
-    spec.bias.full = spec.mask.full = {true, true, true, true};
+    Spec spec = spec_of_spread_with_bias_and_mask(test_rng().bits());
     spec.bias.of_input_dtype = true;
-    spec.bias.hidden = spec.mask.hidden = 0.3;
     Call call = make_call(spec);
-    try {
+    const std::string lacking = lack_of_memory([&] {
       GpuCall on_gpu(call, stream.get());
       on_gpu.upload();
       const SpreadTensor bias(call.bias, dimension), mask(call.mask, dimension);
@@ -174,10 +169,8 @@ TEST_F(ForwardSizes, OffsetsBeyondTwoToThe31_OfBiasAndMask) {
       attention.bias = bias.view(), attention.mask = mask.view();
       EXPECT_EQ(judge_spread(call, attention, stream, nullptr, nullptr, on_gpu), "")
           << "dimension " << dimension << " has the large stride: " << spec.describe();
-    } catch (const Failure& error) {
-      if (!out_of_memory(error)) throw;
-      GTEST_SKIP() << error.what();
-    }
+    });
+    if (!lacking.empty()) GTEST_SKIP() << lacking;
   }
 }
 
@@ -187,7 +180,7 @@ TEST_F(ForwardSizes, AMaskOfMoreThanTwoToThe32Bytes) {
   Call call = make_call(dense_spec(DType::bfloat16, seqlen, seqlen, dim));
   const ContextScope scope(0);
   const GpuStream stream;
-  try {
+  const std::string lacking = lack_of_memory([&] {
     const OneKeyMask mask(seqlen, call.spec.seed);
     GpuCall on_gpu(call, stream.get());
     on_gpu.upload();
@@ -204,10 +197,8 @@ TEST_F(ForwardSizes, AMaskOfMoreThanTwoToThe32Bytes) {
       if (wrong++ == 0) ADD_FAILURE() << "row " << row << " sees key " << key << " and is " << out[n];
     }
     EXPECT_EQ(wrong, 0u);
-  } catch (const Failure& error) {
-    if (!out_of_memory(error)) throw;
-    GTEST_SKIP() << error.what();
-  }
+  });
+  if (!lacking.empty()) GTEST_SKIP() << lacking;
 }
 
 // Dimensions without entries launch nothing and leave no error behind.

@@ -1,6 +1,9 @@
 #include "launches.hpp"
 
 #include <algorithm>
+#include <iterator>
+#include <memory>
+#include <span>
 
 namespace headrace::test {
 namespace {
@@ -97,6 +100,65 @@ std::string bits_that_differ(const std::vector<std::byte>& got, const std::vecto
   for (std::size_t i = 0; i + 1 < std::min(got.size(), expected.size()); i += 2)
     different += got[i] != expected[i] || got[i + 1] != expected[i + 1];
   return std::to_string(different) + " of " + std::to_string(expected.size() / 2) + " pairs of bytes differ";
+}
+
+void expect_to_work_without_a_context(const Spec& spec, Pass pass) {
+  std::unique_ptr<GpuStream> stream;
+  std::unique_ptr<Launch> launch;
+  std::vector<std::byte> bits;
+  {
+    const ContextScope scope(0);
+    stream = std::make_unique<GpuStream>();
+    launch = std::make_unique<Launch>(spec, *stream, pass);
+    bits = launch->run();
+    launch->poison();
+    stream->synchronize("poison");
+  }
+  cuda::CUcontext current = nullptr;
+  check(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent");
+  ASSERT_EQ(current, nullptr);
+  launch->attention().stream = nullptr;
+  launch->launch();
+  check(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent");
+  EXPECT_EQ(current, nullptr);
+  const ContextScope scope(0);
+  check(driver().cuCtxSynchronize(), "cuCtxSynchronize");
+  EXPECT_EQ(bits_that_differ(launch->bits(), bits), "");
+  launch.reset();
+  stream.reset();
+}
+
+void expect_to_refuse_host_memory(const Spec& spec, Pass pass) {
+  struct Field {
+    const char* name;
+    Tensor Attention::*tensor;
+  };
+  constexpr Field fields[] = {{"q", &Attention::q},          {"k", &Attention::k},
+                              {"v", &Attention::v},          {"out", &Attention::out},
+                              {"lse", &Attention::lse},      {"bias", &Attention::bias},
+                              {"mask", &Attention::mask},    {"alibi_slopes", &Attention::alibi_slopes},
+                              {"sinks", &Attention::sinks},  {"block_mask", &Attention::block_mask},
+                              {"dout", &Attention::dout},    {"dlse", &Attention::dlse},
+                              {"dq", &Attention::dq},        {"dk", &Attention::dk},
+                              {"dv", &Attention::dv},        {"dbias", &Attention::dbias},
+                              {"dsinks", &Attention::dsinks}};
+  constexpr std::size_t of_forward = 10;
+  const ContextScope scope(0);
+  const GpuStream stream;
+  const Launch launch(spec, stream, pass);
+  const std::vector<std::byte> bits = launch.run();
+  alignas(64) static std::byte host[4096];
+  for (const Field& field : std::span(fields).first(pass == Pass::forward ? of_forward : std::size(fields))) {
+    Attention attention = launch.attention();
+    if ((attention.*field.tensor).data == nullptr) continue;
+    (attention.*field.tensor).data = host;
+    const hr_attention a = attention.c();
+    EXPECT_EQ(pass == Pass::forward ? hr_forward(&a) : hr_backward(&a), HR_ERROR_VALUE) << field.name;
+    const std::string error = hr_last_error();
+    EXPECT_TRUE(error.starts_with(std::string(field.name) + ": is at 0x")) << error;
+    EXPECT_NE(error.find("which is not memory of CUDA device 0"), std::string::npos) << error;
+  }
+  EXPECT_EQ(bits_that_differ(launch.run(), bits), "");
 }
 
 void BusyStream::run() const {

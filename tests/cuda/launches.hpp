@@ -53,6 +53,13 @@ class Launch {
 // Says how two runs differ; "" if they do not.
 std::string bits_that_differ(const std::vector<std::byte>& got, const std::vector<std::byte>& expected);
 
+// That a pass gives the same bits on the default stream where no context is current, and leaves none behind.
+void expect_to_work_without_a_context(const Spec& spec, Pass pass);
+
+// That a pass refuses memory of the host in the place of each tensor that is present, names the tensor, and writes
+// nothing.
+void expect_to_refuse_host_memory(const Spec& spec, Pass pass);
+
 // Forward passes on a stream of its own until it ends. Few tiles, so that it shares the multiprocessors with others
 // instead of waiting for them.
 class BusyStream {

@@ -3,6 +3,8 @@
 #include <array>
 #include <cstring>
 
+#include "describe/problem.hpp"
+
 namespace headrace::test {
 
 Spec spec_of_spread(std::uint64_t seed) {
@@ -13,8 +15,22 @@ Spec spec_of_spread(std::uint64_t seed) {
   return spec;
 }
 
-bool out_of_memory(const std::exception& error) {
-  return std::strstr(error.what(), "cuMemAlloc failed: CUDA error 2 ") != nullptr;
+Spec spec_of_spread_with_bias_and_mask(std::uint64_t seed) {
+  Spec spec = spec_of_spread(seed);
+  spec.bias.present = spec.mask.present = true;
+  spec.bias.full = spec.mask.full = {true, true, true, true};
+  spec.bias.hidden = spec.mask.hidden = 0.3;
+  return spec;
+}
+
+std::string lack_of_memory(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Failure& error) {
+    if (std::strstr(error.what(), "cuMemAlloc failed: CUDA error 2 ") == nullptr) throw;
+    return error.what();
+  }
+  return "";
 }
 
 SpreadTensor::SpreadTensor(Array& array, int spread, int remainder)

@@ -1,7 +1,8 @@
 // Tensors on the device that are larger than 32 bits can address.
 #pragma once
 
-#include <exception>
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "on_gpu.hpp"
@@ -10,9 +11,11 @@ namespace headrace::test {
 
 // A small call, of which any tensor may be spread.
 Spec spec_of_spread(std::uint64_t seed);
+// With a bias and a mask that are broadcast nowhere.
+Spec spec_of_spread_with_bias_and_mask(std::uint64_t seed);
 
-// Whether it says that the device has no memory left.
-bool out_of_memory(const std::exception& error);
+// What the device said of missing memory while `work` ran; empty if it did not: then work is done.
+std::string lack_of_memory(const std::function<void()>& work);
 
 // An Array on the device with its elements more than 2^31 apart: one dimension has a very large stride, the others are
 // packed. The memory between them is NaN.
