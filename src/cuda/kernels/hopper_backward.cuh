@@ -543,7 +543,7 @@ struct Consumer {
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
     ptx::pin(dk);
-    __syncwarp();  // all have read the statistics
+    ptx::barrier_sync(kTurn + 2 + warpgroup, 128);  // all have read the statistics
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.q_empty[old_slot]));
     if (more) ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[ring.slot]), ring.parity);
     ptx::wgmma_fence();

@@ -177,6 +177,12 @@ struct Consumer {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
   }
+  // q and the statistics, which threads read, and not tensor cores alone.
+  template <int kWarpgroup>
+  __device__ void release_q(const Ring& ring) const {
+    ptx::barrier_sync(kTurn + 3 + kWarpgroup, 128);
+    release(shared.rows_empty[ring.slot][q_place(ring)]);
+  }
   __device__ static void wait(const unsigned long long& full, unsigned parity) {
     ptx::mbarrier_wait(ptx::shared_address(&full), parity);
   }
@@ -243,7 +249,7 @@ struct ProbabilityConsumer : Consumer {
   __device__ void prepare(const Steps& steps, const Ring& ring, const ptx::RingPosition<2>& place) {
     unsigned handed[kQueries / 4];
     exponentiate(steps, ring, handed);
-    release(shared.rows_empty[ring.slot][q_place(ring)]);
+    release_q<0>(ring);
     wait(shared.p_empty[place.slot], place.parity ^ 1);
 #pragma unroll
     for (int n = 0; n < 4; ++n)
@@ -371,7 +377,7 @@ struct GradientConsumer : Consumer {
       pass_turn(1);
       ptx::wgmma_wait<1>();
       ptx::pin(dk);
-      release(shared.rows_empty[now.slot][q_place(now)]);
+      release_q<1>(now);
       ptx::wgmma_wait<0>();
       ptx::pin(s);
       if (more) {
