@@ -214,6 +214,8 @@ def test_the_layout_is_that_of_xla(tmp_path):
         ("ours::api_major", "XLA_FFI_API_MAJOR"),
     ]:
         lines.append(f"static_assert({name} == static_cast<int>({value}));")
+    if not (ROOT / "python/jax_ffi/xla_ffi.hpp").exists():
+        pytest.skip("needs the sources")
     source = tmp_path / "layout.cpp"
     source.write_text("\n".join(lines) + "\n")
     include = ["-I", jax.ffi.include_dir(), "-I", str(ROOT / "python/jax_ffi")]

@@ -60,7 +60,10 @@ def wide_softmax(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional,
         "softmax",
-        lambda x, dim, dtype=None: softmax(x, dim, dtype=None if x.dtype == torch.float64 else dtype),
+        # more: what the compiler passes, too.
+        lambda x, dim, *more, dtype=None, **named: softmax(
+            x, dim, *more, dtype=None if x.dtype == torch.float64 else dtype, **named
+        ),
     )
 
 

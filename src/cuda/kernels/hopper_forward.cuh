@@ -515,22 +515,24 @@ struct Consumer {
 
   // out = o / sum and lse. Notes the tile if not all is finite.
   __device__ void write(bool safe) {
-    float inverse[2], not_finite = 0.0f;  // becomes NaN
+    // half: of the exponent by which a sink is above the scores: what they leave beside it may be a number where their
+    // weight is none.
+    float inverse[2], half[2] = {1.0f, 1.0f}, not_finite = 0.0f;  // becomes NaN
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float total = rows.sum[r] + __shfl_xor_sync(~0u, rows.sum[r], 1);
       total += __shfl_xor_sync(~0u, total, 2);
       not_finite += total * 0.0f;
-      float top = rows.reference[r], kept = 1.0f;
+      float top = rows.reference[r];
       if constexpr (SINKS) {
         const float sink = p.sinks[rows.tile.h * p.sinks_stride] * (kFinalScores ? 1.0f : kLog2E);
         top = fmaxf(top, sink);
         if (top != minus_infinity()) {
-          kept = exponential(rows.reference[r] - top);
-          total = total * kept + exponential(sink - top);
+          half[r] = exponential(0.5f * (rows.reference[r] - top));
+          total = total * half[r] * half[r] + exponential(sink - top);
         }
       }
-      inverse[r] = total == 0.0f ? 0.0f : __fdividef(kept, total);
+      inverse[r] = total == 0.0f ? 0.0f : __fdividef(half[r], total);
       if (p.lse != nullptr && (lane & 3) == 0 && rows.row[r] < p.seqlen_q) {
         p.lse[rows.tile.b * p.lse_strides.s0 + rows.tile.h * p.lse_strides.s1 + rows.row[r] * p.lse_strides.s2] =
             total == 0.0f ? minus_infinity() : (top + ptx::log2(total) * kUnit) * (kLn2 / kUnit);
@@ -539,6 +541,7 @@ struct Consumer {
 #pragma unroll
     for (int e = 0; e < VALUE_DIM / 2; ++e) {
       not_finite += o[e] * 0.0f;
+      if constexpr (SINKS) o[e] *= half[(e >> 1) & 1];
       o[e] *= inverse[(e >> 1) & 1];
     }
     store_output(rows.tile);

@@ -330,7 +330,9 @@ struct Consumer {
 
   __device__ void write() {
     const Params& forward = p.forward;
-    float inverse[2], not_finite = 0.0f;  // becomes NaN
+    // half: of the exponent by which a sink is above the scores: what they leave beside it may be a number where their
+    // weight is none.
+    float inverse[2], half[2] = {1.0f, 1.0f}, not_finite = 0.0f;  // becomes NaN
     bool good = exact;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -343,16 +345,16 @@ struct Consumer {
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       if (rows.row[r] < forward.seqlen_q) good = good && reach <= kLargestValues * largest;
       not_finite += total * 0.0f;
-      float top = rows.reference[r], kept = 1.0f;
+      float top = rows.reference[r];
       if constexpr (SINKS) {
         const float sink = forward.sinks[rows.tile.h * forward.sinks_stride] * kLog2E;
         top = fmaxf(top, sink);
         if (top != minus_infinity()) {
-          kept = ptx::exp2(rows.reference[r] - top);
-          total = total * kept + ptx::exp2(sink - top + kOffset);
+          half[r] = ptx::exp2(0.5f * (rows.reference[r] - top));
+          total = total * half[r] * half[r] + ptx::exp2(sink - top + kOffset);
         }
       }
-      inverse[r] = total == 0.0f ? 0.0f : kept / total;
+      inverse[r] = total == 0.0f ? 0.0f : half[r] / total;
       if constexpr (DROPOUT) inverse[r] *= forward.dropout_kept;
       if (chunk == 0 && (lane & 3) == 0)
         write_lse(forward, rows.tile, rows.row[r],
@@ -361,6 +363,7 @@ struct Consumer {
 #pragma unroll
     for (int e = 0; e < VALUE_DIM / 2; ++e) {
       not_finite += o[e] * 0.0f;
+      if constexpr (SINKS) o[e] *= half[(e >> 1) & 1];
       o[e] *= inverse[(e >> 1) & 1];
     }
     if (__any_sync(~0u, !(good && not_finite == 0.0f))) {
