@@ -166,7 +166,8 @@ struct Gradient {
   // or p.
   __device__ void finish(const Head& head, Scores& s, Scores& dp, int own0, int other0) const {
     const float slope = slope_of(p.forward, head);
-    constexpr int kElementTurns = element_turns(8), kGroups = kTile / 8 / kElementTurns;  // of 8 columns, of a turn
+    constexpr int kElementTurns = kLongOptions > 1 ? 8 : 1,
+                  kGroups = kTile / 8 / kElementTurns;  // of 8 columns, of a turn
     const int own_row = own0 + 16 * warp + lane / 4, first = other0 + 2 * (lane & 3);
     const auto visible = visible_of_two<kTile / 4, kOwnIsQueries>(p.forward, head, kOwnIsQueries ? own_row : first,
                                                                   kOwnIsQueries ? first : own_row);

@@ -41,7 +41,7 @@ constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
 constexpr int kTurn = 1;  // barriers kTurn, kTurn + 1: the warpgroups' turns on the tensor cores
 // Whether the arithmetic on a step stands at the beginning of the loop over the steps, and not before it and at its
 // end: once instead of twice, where it is long.
-constexpr bool kPreparesFirst = kManyOptions;
+constexpr bool kPreparesFirst = kLongOptions > 1;
 
 struct alignas(1024) Shared {
   Element k[kHeadPanels][kKeys * kPanel];

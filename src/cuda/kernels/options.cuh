@@ -16,11 +16,12 @@ namespace headrace::cuda {
 
 using Params = HopperForwardParams;
 
-// Whether several options are in use that take much code for each element. Then kernels work on a block's elements in
+// The options in use that take much code for each element. Where there are many, kernels work on a block's elements in
 // turns, by one loop over the same registers: unrolled they would be twice as long, and take the compiler as much
 // longer.
-constexpr bool kManyOptions =
-    (SOFTCAP != 0) + (ALIBI != 0) + (BIAS != 0) + (MASK != 0) + (BLOCK_MASK != 0) + (DROPOUT != 0) > 2;
+constexpr int kLongOptions =
+    (SOFTCAP != 0) + (ALIBI != 0) + (BIAS != 0) + (MASK != 0) + (BLOCK_MASK != 0) + (DROPOUT != 0);
+constexpr bool kManyOptions = kLongOptions > 2;
 constexpr int element_turns(int of_many_options) { return kManyOptions ? of_many_options : 1; }
 
 template <typename T>
