@@ -96,7 +96,7 @@ if(HEADRACE_PRECOMPILE AND HEADRACE_NVRTC_LIBRARY AND NOT CMAKE_CROSSCOMPILING)
                  ${cuda_compile_sources})
   target_include_directories(headrace_precompile PRIVATE include src)
   find_package(Threads REQUIRED)
-  target_link_libraries(headrace_precompile PRIVATE headrace_flags fmt::fmt-header-only Threads::Threads
+  target_link_libraries(headrace_precompile PRIVATE headrace_flags ${headrace_fmt} Threads::Threads
                                                     ${CMAKE_DL_LIBS})
   set(pack ${PROJECT_BINARY_DIR}/cuda/standard_set.pack)
   # What the store has already is not compiled again.
