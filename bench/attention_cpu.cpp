@@ -288,6 +288,7 @@ void run(const Flags& flags) {
                  {"cpu", cpu_model()},    {"cores", std::thread::hardware_concurrency()},
                  {"load_before", load()}, {"ceilings", Json::array()},
                  {"cells", Json::array()}};
+  if (std::ifstream file(flags.output); flags.append && file.good()) result = Json::parse(file);
   Bench bench(flags.rounds, flags.budget_seconds);
   const auto wanted = [&](const char* table) { return std::ranges::find(flags.tables, table) != flags.tables.end(); };
   if (wanted("ceilings"))

@@ -74,6 +74,15 @@ struct TileState {
   bool begun = false;
 };
 
+// Groups of rows of a query tile that meet a key tile together, from row `row` on. q: the tile's.
+template <typename C>
+struct Step {
+  const GroupColumns* groups;
+  Index group_count, row;
+  const C* q;
+  C q_magnitude;
+};
+
 // Values are summed with weights up to 1 before they are divided by the sum of weights, so large ones could
 // overflow where their mean does not: from this magnitude on they are summed scaled down, exactly.
 template <typename C>
@@ -155,6 +164,7 @@ struct VectorProducts {
   using Number = C;
   using Values = RightRows<C>;
   static constexpr Index kRows = kBlockRows;  // rows of a group, which share the columns that they need
+  static constexpr Index kGroups = 1;         // groups of a step: their scores stay in the L1 cache
 
   static Scaling<C> scaling(const Problem& p) { return Scaling<C>(p); }
   static C pack_queries(const Rows& rows, const Scaling<C>& scaling, C* q) {
@@ -163,17 +173,17 @@ struct VectorProducts {
   static C pack_keys(const Rows& rows, Index begin, Index end, C* kt) {
     return pack_transposed(rows, begin, end, C{1}, panel_width<C>(), kt);
   }
-  static void scores(ScoreRules<C>& rules, const GroupColumns* groups, Index group_count, const TileState<C>& state,
-                     const KeyTile<VectorProducts>& key_tile, C* scores) {
+  static void scores(ScoreRules<C>& rules, const Step<C>& step, const KeyTile<VectorProducts>& key_tile, C* scores) {
     const Index depth = rules.problem.head_dim;
-    if (may_overflow(state.q_magnitude, static_cast<C>(key_tile.facts->k_magnitude), depth))
-      return score_product_wide(groups, group_count, depth, state.q, key_tile.kt, scores);
-    score_product(groups, group_count, key_tile.keys.size(), depth, state.q, key_tile.kt, scores);
+    const C* const q = step.q + step.row * depth;
+    if (may_overflow(step.q_magnitude, static_cast<C>(key_tile.facts->k_magnitude), depth))
+      return score_product_wide(step.groups, step.group_count, depth, q, key_tile.kt, scores);
+    score_product(step.groups, step.group_count, key_tile.keys.size(), depth, q, key_tile.kt, scores);
   }
   static void round_weights(const ForwardScratch<C>& /*scratch*/, Index /*r*/, Index /*begin*/, Index /*end*/) {}
-  static void add_values(const GroupColumns* groups, Index group_count, const ForwardScratch<C>& scratch,
-                         const KeyTile<VectorProducts>& key_tile, C* out, Index ld_out) {
-    add_tile_product(groups, group_count, scratch.scores, key_tile.v, out, ld_out, ld_out / lanes<C>());
+  static void add_values(const Step<C>& step, const ForwardScratch<C>& scratch, const KeyTile<VectorProducts>& key_tile,
+                         C* out, Index ld_out) {
+    add_tile_product(step.groups, step.group_count, scratch.scores, key_tile.v, out, ld_out, ld_out / lanes<C>());
   }
 };
 
@@ -182,7 +192,7 @@ template <typename C>
 struct StreamProducts {
   using Number = C;
   using Values = StreamedRows<C>;
-  static constexpr Index kRows = kBlockRows;
+  static constexpr Index kRows = kBlockRows, kGroups = kMaxGroups;
 
   static Scaling<C> scaling(const Problem& p) { return Scaling<C>(p); }
   static C pack_queries(const Rows& rows, const Scaling<C>& scaling, C* q) {
@@ -200,18 +210,17 @@ struct StreamProducts {
     return magnitude;
   }
   static C pack_keys(const Rows& /*rows*/, Index /*begin*/, Index /*end*/, C* /*kt*/) { return C{0}; }
-  static void scores(ScoreRules<C>& rules, const GroupColumns* groups, Index group_count, const TileState<C>& state,
-                     const KeyTile<StreamProducts>& key_tile, C* scores) {
+  static void scores(ScoreRules<C>& rules, const Step<C>& step, const KeyTile<StreamProducts>& key_tile, C* scores) {
     const Index dim = rules.problem.head_dim;
-    const C magnitude = stream_scores(groups, group_count, state.q, dim, key_tile.k, scores);
-    if (may_overflow(state.q_magnitude, magnitude, dim))
-      stream_scores_wide(groups, group_count, state.q, dim, key_tile.k, scores);
+    const C magnitude = stream_scores(step.groups, step.group_count, step.q, dim, key_tile.k, scores);
+    if (may_overflow(step.q_magnitude, magnitude, dim))
+      stream_scores_wide(step.groups, step.group_count, step.q, dim, key_tile.k, scores);
   }
   static void round_weights(const ForwardScratch<C>& /*scratch*/, Index /*r*/, Index /*begin*/, Index /*end*/) {}
-  static void add_values(const GroupColumns* groups, Index group_count, const ForwardScratch<C>& scratch,
-                         const KeyTile<StreamProducts>& key_tile, C* out, Index ld_out) {
-    stream_values(groups, group_count, scratch.scores, key_tile.v, static_cast<C>(key_tile.facts->value_scale), out,
-                  ld_out);
+  static void add_values(const Step<C>& step, const ForwardScratch<C>& scratch, const KeyTile<StreamProducts>& key_tile,
+                         C* out, Index ld_out) {
+    stream_values(step.groups, step.group_count, scratch.scores, key_tile.v,
+                  static_cast<C>(key_tile.facts->value_scale), out, ld_out);
   }
 };
 
@@ -220,7 +229,7 @@ struct StreamProducts {
 struct PairProducts {
   using Number = float;
   using Values = PairRightRows;
-  static constexpr Index kRows = kBlockRows;
+  static constexpr Index kRows = kBlockRows, kGroups = 1;
 
   static Scaling<float> scaling(const Problem& p) { return Scaling<float>(p); }
   static float pack_queries(const Rows& rows, const Scaling<float>& scaling, float* q) {
@@ -229,22 +238,22 @@ struct PairProducts {
   static float pack_keys(const Rows& rows, Index begin, Index end, float* kt) {
     return pack_pairs_transposed(rows, begin, end, 1.0f, panel_width<float>(), reinterpret_cast<Pair*>(kt));
   }
-  static void scores(ScoreRules<float>& rules, const GroupColumns* groups, Index group_count,
-                     const TileState<float>& state, const KeyTile<PairProducts>& key_tile, float* scores) {
-    const auto* q = reinterpret_cast<const Pair*>(state.q);
+  static void scores(ScoreRules<float>& rules, const Step<float>& step, const KeyTile<PairProducts>& key_tile,
+                     float* scores) {
+    const Index dim = rules.problem.head_dim, depth = pairs_of(dim);
+    const auto* q = reinterpret_cast<const Pair*>(step.q) + step.row * depth;
     const auto* k = reinterpret_cast<const Pair*>(key_tile.kt);
-    const Index dim = rules.problem.head_dim;
-    if (may_overflow(state.q_magnitude, static_cast<float>(key_tile.facts->k_magnitude), dim))
-      return pair_score_product_wide(groups, group_count, pairs_of(dim), q, k, scores);
-    score_product(groups, group_count, key_tile.keys.size(), pairs_of(dim), q, k, scores);
+    if (may_overflow(step.q_magnitude, static_cast<float>(key_tile.facts->k_magnitude), dim))
+      return pair_score_product_wide(step.groups, step.group_count, depth, q, k, scores);
+    score_product(step.groups, step.group_count, key_tile.keys.size(), depth, q, k, scores);
   }
   static void round_weights(const ForwardScratch<float>& scratch, Index r, Index begin, Index end) {
     HWY_NAMESPACE::round_weights(scratch.scores + r * tile_stride, begin, end, scratch.weights + r * weight_stride);
   }
-  static void add_values(const GroupColumns* groups, Index group_count, const ForwardScratch<float>& scratch,
+  static void add_values(const Step<float>& step, const ForwardScratch<float>& scratch,
                          const KeyTile<PairProducts>& key_tile, float* out, Index ld_out) {
-    add_tile_product(groups, group_count, reinterpret_cast<const Pair*>(scratch.weights), key_tile.v, out, ld_out,
-                     ld_out / lanes<float>());
+    add_tile_product(step.groups, step.group_count, reinterpret_cast<const Pair*>(scratch.weights), key_tile.v, out,
+                     ld_out, ld_out / lanes<float>());
   }
 };
 
@@ -252,7 +261,7 @@ struct PairProducts {
 struct AmxProducts {
   using Number = float;
   using Values = AmxRightRows;
-  static constexpr Index kRows = kAmxRows;
+  static constexpr Index kRows = kAmxRows, kGroups = 3;
 
   static Scaling<float> scaling(const Problem& p) {
     Scaling<float> scaling(p);
@@ -266,45 +275,40 @@ struct AmxProducts {
   static float pack_keys(const Rows& rows, Index begin, Index end, float* kt) {
     return amx_pack_keys(rows, begin, end, reinterpret_cast<BFloat16*>(kt));
   }
-  static void scores(ScoreRules<float>& rules, const GroupColumns* groups, Index group_count,
-                     const TileState<float>& state, const KeyTile<AmxProducts>& key_tile, float* scores) {
+  static void scores(ScoreRules<float>& rules, const Step<float>& step, const KeyTile<AmxProducts>& key_tile,
+                     float* scores) {
     const Index depth = rules.problem.head_dim;
-    const auto* q = reinterpret_cast<const BFloat16*>(state.q);
+    const auto* q = reinterpret_cast<const BFloat16*>(step.q);
     const auto* k = reinterpret_cast<const BFloat16*>(key_tile.kt);
-    if (may_overflow(state.q_magnitude, static_cast<float>(key_tile.facts->k_magnitude), depth)) {
+    if (may_overflow(step.q_magnitude, static_cast<float>(key_tile.facts->k_magnitude), depth)) {
       rules.scaling.after = 1;
-      return amx_score_product_wide(groups, group_count, depth, q, k, rules.problem.scale, scores);
+      return amx_score_product_wide(step.groups, step.group_count, depth, q, k, rules.problem.scale, scores);
     }
-    amx_score_product(groups, group_count, key_tile.keys.size(), depth, q, k, scores);
+    amx_score_product(step.groups, step.group_count, key_tile.keys.size(), depth, q, k, scores);
   }
   static void round_weights(const ForwardScratch<float>& scratch, Index r, Index begin, Index end) {
     PairProducts::round_weights(scratch, r, begin, end);
   }
-  static void add_values(const GroupColumns* groups, Index group_count, const ForwardScratch<float>& scratch,
+  static void add_values(const Step<float>& step, const ForwardScratch<float>& scratch,
                          const KeyTile<AmxProducts>& key_tile, float* out, Index ld_out) {
-    amx_add_product(groups, group_count, scratch.weights, key_tile.v, out, ld_out);
+    amx_add_product(step.groups, step.group_count, scratch.weights, key_tile.v, out, ld_out);
   }
 };
 #endif
 
-// One query tile against one key tile.
+// A step of one query tile against one key tile: scores, weights, and their product with the values.
 template <class Products, typename C = typename Products::Number>
-void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Scaling<C>& scaling,
-                  const TileState<C>& state, TileKind kind, const KeyTile<Products>& key_tile,
-                  const ForwardScratch<C>& scratch, Index ld_out) {
+void forward_step(const Buffers& buffers, ScoreRules<C>& head_rules, const TileState<C>& state, TileKind kind,
+                  const Step<C>& step, const KeyTile<Products>& key_tile, const ForwardScratch<C>& scratch,
+                  Index ld_out) {
+  const Problem& p = head_rules.problem;
+  const Index b = head_rules.b, n = lanes<C>();
   const QueryTile& tile = state.tile;
   const Range keys = key_tile.keys;
   const typename Products::Values& v = key_tile.v;
   const C value_scale = static_cast<C>(key_tile.facts->value_scale);
-  const Index n = lanes<C>();
-  const Index group_count = ceil_div(tile.size(), Products::kRows);
-  ScoreRules<C> head_rules(p, buffers, b, tile.head);
-  head_rules.scaling = scaling;
-  GroupColumns groups[kMaxGroups];
-  for (Index g = 0; g < group_count; ++g) {
-    groups[g] = group_columns<C, Products::kRows>(head_rules.vis, kind, tile, g, keys.begin, keys.size());
-  }
-  Products::scores(head_rules, groups, group_count, state, key_tile, scratch.scores);
+  C* const out = state.out + step.row * ld_out;
+  Products::scores(head_rules, step, key_tile, scratch.scores);
   const auto rules_of = [&](Index h) HEADRACE_ATTR {
     ScoreRules<C> rules(p, buffers, b, h);
     rules.scaling = head_rules.scaling;
@@ -313,44 +317,70 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Scali
 
   const bool plain = head_rules.plain(kind);
   const Dropout dropout{p.dropout_p, p.seed};
-  for (Index g = 0; g < group_count; ++g) {
-    const Index begin = groups[g].begin, end = groups[g].end;
+  for (Index g = 0; g < step.group_count; ++g) {
+    const auto [rows, begin, end] = step.groups[g];
     if (begin >= end) continue;
     const Index rounded = begin + round_up(end - begin, n);
-    const Index first = g * Products::kRows, last = first + groups[g].rows;
+    const Index first = g * Products::kRows, last = first + rows;  // in the step
     for (Index r = first; r < last; ++r) {
       C* s = scratch.scores + r * tile_stride;
       if (plain) {
         std::fill(s + end, s + rounded, kMinusInf<C>);
       } else {
-        const Index h = tile.head_of(r);
-        finish_scores(h == tile.head ? head_rules : rules_of(h), kind, tile.row_of(r), keys.begin, begin, end, s,
-                      static_cast<C*>(nullptr), scratch.row);
+        const Index h = tile.head_of(step.row + r);
+        finish_scores(h == tile.head ? head_rules : rules_of(h), kind, tile.row_of(step.row + r), keys.begin, begin,
+                      end, s, static_cast<C*>(nullptr), scratch.row);
       }
     }
     softmax_rows<Products::kRows>(
-        scratch.scores + first * tile_stride, groups[g].rows, begin, rounded, kLog2E<C> * scaling.unit,
-        SoftmaxRows<C>{state.max + first, state.sum + first * n, state.out + first * ld_out, ld_out});
+        scratch.scores + first * tile_stride, rows, begin, rounded, kLog2E<C> * head_rules.scaling.unit,
+        SoftmaxRows<C>{state.max + step.row + first, state.sum + (step.row + first) * n, out + first * ld_out, ld_out});
     for (Index r = first; r < last; ++r) {
       C* s = scratch.scores + r * tile_stride;
       if (dropout.active()) {
-        dropout_factors<C>(dropout, b, tile.head_of(r), tile.row_of(r), keys.begin, begin, end, scratch.row);
+        dropout_factors<C>(dropout, b, tile.head_of(step.row + r), tile.row_of(step.row + r), keys.begin, begin, end,
+                           scratch.row);
         for (Index c = begin; c < end; ++c) s[c] *= scratch.row[c];
       }
-      if (value_scale != C{1} || state.value_scale[r] != C{1}) {
-        match_value_scale(value_scale, s, begin, end, state.value_scale + r, state.out + r * ld_out, ld_out);
+      C& row_scale = state.value_scale[step.row + r];
+      if (value_scale != C{1} || row_scale != C{1}) {
+        match_value_scale(value_scale, s, begin, end, &row_scale, out + r * ld_out, ld_out);
       }
       Products::round_weights(scratch, r, begin, end);
     }
   }
 
-  Products::add_values(groups, group_count, scratch, key_tile, state.out, ld_out);
+  Products::add_values(step, scratch, key_tile, out, ld_out);
   for (Index bad = 0; bad < v.bad->count; ++bad) {
     const Index j = v.bad->rows[bad];
-    for (Index r = 0; r < tile.size(); ++r) {
-      if (!ScoreRules<C>(p, buffers, b, tile.head_of(r)).visible(tile.row_of(r), keys.begin + j)) continue;
-      v.add_bad(j, scratch.scores[r * tile_stride + j], state.out + r * ld_out);
+    for (Index r = 0; r < step.group_count * Products::kRows && step.row + r < tile.size(); ++r) {
+      const ScoreRules<C> rules(p, buffers, b, tile.head_of(step.row + r));
+      if (!rules.visible(tile.row_of(step.row + r), keys.begin + j)) continue;
+      v.add_bad(j, scratch.scores[r * tile_stride + j], out + r * ld_out);
     }
+  }
+}
+
+// One query tile against one key tile.
+template <class Products, typename C = typename Products::Number>
+void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Scaling<C>& scaling,
+                  const TileState<C>& state, TileKind kind, const KeyTile<Products>& key_tile,
+                  const ForwardScratch<C>& scratch, Index ld_out) {
+  const Index group_count = ceil_div(state.tile.size(), Products::kRows);
+  ScoreRules<C> rules(p, buffers, b, state.tile.head);
+  rules.scaling = scaling;
+  GroupColumns groups[kMaxGroups];
+  for (Index g = 0; g < group_count; ++g) {
+    groups[g] =
+        group_columns<C, Products::kRows>(rules.vis, kind, state.tile, g, key_tile.keys.begin, key_tile.keys.size());
+  }
+  for (Index g = 0; g < group_count; g += Products::kGroups) {
+    const Step<C> step{.groups = groups + g,
+                       .group_count = std::min<Index>(Products::kGroups, group_count - g),
+                       .row = g * Products::kRows,
+                       .q = state.q,
+                       .q_magnitude = state.q_magnitude};
+    forward_step(buffers, rules, state, kind, step, key_tile, scratch, ld_out);
   }
 }
 
