@@ -81,7 +81,9 @@ class ForwardKernel final : public Kernel {
   void execute(const Buffers& buffers, std::byte* workspace) const override {
     const cpu::KernelTable& kernels = target_.table();
     Counter packs(plan_.pack_tasks.size()), tasks(plan_.tasks.size());
-    Counter merges(plan_.splits > 1 ? plan_.tasks.size() / static_cast<std::size_t>(plan_.splits) : 0);
+    const std::size_t splits = static_cast<std::size_t>(plan_.splits);
+    const std::size_t tiles = static_cast<std::size_t>(plan_.tiles_per_task);
+    Counter merges(splits > 1 ? plan_.tasks.size() / splits * tiles : 0);
 #pragma omp parallel num_threads(threads_)
     {
       const cpu::Workspace mine{.shared = workspace,
@@ -94,7 +96,9 @@ class ForwardKernel final : public Kernel {
       if (plan_.splits > 1) {
 #pragma omp barrier
         while (merges.next(index)) {
-          kernels.merge_splits(plan_, buffers, index * static_cast<std::size_t>(plan_.splits), mine);
+          const std::size_t task = index / tiles * splits, tile = index % tiles;
+          if (tile < static_cast<std::size_t>(plan_.tasks[task].count))
+            kernels.merge_splits(plan_, buffers, task, static_cast<Index>(tile), mine);
         }
       }
     }

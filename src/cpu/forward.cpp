@@ -33,7 +33,7 @@ namespace headrace::cpu::HWY_NAMESPACE {
 // The scratch memory of one task. Row r of query tile t is row t * rows_per_tile + r of the state.
 template <typename C>
 struct ForwardScratch {
-  C *q, *scores, *out, *max, *sum, *value_scale, *row;
+  C *q, *scores, *out, *max, *sum, *value_scale, *row, *values;
   BFloat16* weights;
   std::byte* keys;
   ForwardScratch(const ForwardPlan& plan, std::byte* base)
@@ -44,6 +44,7 @@ struct ForwardScratch {
         sum(reinterpret_cast<C*>(base + plan.sum)),
         value_scale(reinterpret_cast<C*>(base + plan.value_scale)),
         row(reinterpret_cast<C*>(base + plan.row)),
+        values(reinterpret_cast<C*>(base + plan.values)),
         weights(reinterpret_cast<BFloat16*>(base + plan.weights)),
         keys(base + plan.keys) {}
 };
@@ -90,6 +91,18 @@ inline constexpr C kLargeValue = std::is_same_v<C, float> ? C(0x1p80) : C(0x1p90
 template <typename C>
 inline constexpr C kLargeValueScale = std::is_same_v<C, float> ? C(0x1p-64) : C(0x1p-128);
 
+// Keys of a sequence and key-value head: rows of k or v.
+HWY_INLINE Rows key_rows(const Problem& p, Index b, Index head_kv, Range keys, const void* data,
+                         const RowStrides& strides, Index size) {
+  return {
+      .data = data,
+      .dtype = p.dtype,
+      .offset = strides.at(p.ragged ? 0 : b, p.sequences[static_cast<std::size_t>(b)].k_begin + keys.begin, head_kv),
+      .stride = strides.row,
+      .count = keys.size(),
+      .size = size};
+}
+
 // A packed tile of keys and values.
 template <class Products>
 struct KeyTile {
@@ -108,25 +121,10 @@ struct KeyTile {
     const PackedSequence& packed = plan.packed[static_cast<std::size_t>(b)];
     keys = {index * tile_k, std::min<Index>(seq.k_len, (index + 1) * tile_k)};
     facts = reinterpret_cast<PackedTile*>(memory + packed.tile);
-    const auto rows = [&](const void* data, const RowStrides& strides, Index size) {
-      Rows result{.data = data,
-                  .dtype = p.dtype,
-                  .offset = strides.at(p.ragged ? 0 : b, seq.k_begin + keys.begin, head_kv),
-                  .stride = strides.row,
-                  .count = keys.size(),
-                  .size = size};
-      // A head's share of a later tile of all heads, which is contiguous.
-      const Index later = keys.begin + plan.ahead_tiles * tile_k;
-      if (plan.ahead_tiles > 0 && later + tile_k <= seq.k_len) {
-        const Index offset = strides.at(p.ragged ? 0 : b, seq.k_begin + later, 0) + head_kv * tile_k * size;
-        result.ahead = static_cast<const std::byte*>(data) + offset * static_cast<Index>(dtype_size(p.dtype));
-      }
-      return result;
-    };
-    k = rows(buffers.k, p.k, p.head_dim);
+    k = key_rows(p, b, head_kv, keys, buffers.k, p.k, p.head_dim);
     kt = reinterpret_cast<C*>(memory);
-    v = typename Products::Values(rows(buffers.v, p.v, p.value_dim), reinterpret_cast<C*>(memory + packed.v),
-                                  &facts->bad);
+    v = typename Products::Values(key_rows(p, b, head_kv, keys, buffers.v, p.v, p.value_dim),
+                                  reinterpret_cast<C*>(memory + packed.v), &facts->bad);
   }
 
   // Packs some rows; then, when all are packed, what depends on all of them.
@@ -187,40 +185,22 @@ struct VectorProducts {
   }
 };
 
-// The same for few queries, without packing: keys and values stay where they are.
+// Few queries, without packing: keys and values stay where they are.
 template <typename C>
 struct StreamProducts {
   using Number = C;
-  using Values = StreamedRows<C>;
-  static constexpr Index kRows = kBlockRows, kGroups = kMaxGroups;
+  static constexpr Index kRows = stream_rows;
 
   static Scaling<C> scaling(const Problem& p) { return Scaling<C>(p); }
   static C pack_queries(const Rows& rows, const Scaling<C>& scaling, C* q) {
-    C magnitude{0};
     with_elements<C>(rows.data, rows.dtype, [&](auto* data) HEADRACE_ATTR {
       for (Index r = 0; r < rows.count; ++r) {
         C* const row = q + r * rows.size;
         widen_row(data + rows.at(r), rows.size, row);
-        for (Index c = 0; c < rows.size; ++c) {
-          row[c] *= scaling.before;
-          magnitude = std::max(magnitude, std::abs(row[c]));
-        }
+        for (Index c = 0; c < rows.size; ++c) row[c] *= scaling.before;
       }
     });
-    return magnitude;
-  }
-  static C pack_keys(const Rows& /*rows*/, Index /*begin*/, Index /*end*/, C* /*kt*/) { return C{0}; }
-  static void scores(ScoreRules<C>& rules, const Step<C>& step, const KeyTile<StreamProducts>& key_tile, C* scores) {
-    const Index dim = rules.problem.head_dim;
-    const C magnitude = stream_scores(step.groups, step.group_count, step.q, dim, key_tile.k, scores);
-    if (may_overflow(step.q_magnitude, magnitude, dim))
-      stream_scores_wide(step.groups, step.group_count, step.q, dim, key_tile.k, scores);
-  }
-  static void round_weights(const ForwardScratch<C>& /*scratch*/, Index /*r*/, Index /*begin*/, Index /*end*/) {}
-  static void add_values(const Step<C>& step, const ForwardScratch<C>& scratch, const KeyTile<StreamProducts>& key_tile,
-                         C* out, Index ld_out) {
-    stream_values(step.groups, step.group_count, scratch.scores, key_tile.v,
-                  static_cast<C>(key_tile.facts->value_scale), out, ld_out);
+    return C{0};  // not needed
   }
 };
 
@@ -296,66 +276,76 @@ struct AmxProducts {
 };
 #endif
 
-// A step of one query tile against one key tile: scores, weights, and their product with the values.
-template <class Products, typename C = typename Products::Number>
-void forward_step(const Buffers& buffers, ScoreRules<C>& head_rules, const TileState<C>& state, TileKind kind,
-                  const Step<C>& step, const KeyTile<Products>& key_tile, const ForwardScratch<C>& scratch,
-                  Index ld_out) {
+// The scores of a group of rows, from row `row` of the query tile on, to weights of values that are scaled by
+// value_scale; the rows' state moves to the new maxima.
+template <Index kRows, typename C>
+void finish_weights(const Buffers& buffers, const ScoreRules<C>& head_rules, const TileState<C>& state, TileKind kind,
+                    const GroupColumns& columns, Index row, Index first_key, C value_scale, C* scores, C* temp,
+                    Index ld_out) {
   const Problem& p = head_rules.problem;
   const Index b = head_rules.b, n = lanes<C>();
   const QueryTile& tile = state.tile;
-  const Range keys = key_tile.keys;
-  const typename Products::Values& v = key_tile.v;
-  const C value_scale = static_cast<C>(key_tile.facts->value_scale);
-  C* const out = state.out + step.row * ld_out;
-  Products::scores(head_rules, step, key_tile, scratch.scores);
+  const auto [rows, begin, end] = columns;
+  const Index rounded = begin + round_up(end - begin, n);
+  C* const out = state.out + row * ld_out;
   const auto rules_of = [&](Index h) HEADRACE_ATTR {
     ScoreRules<C> rules(p, buffers, b, h);
     rules.scaling = head_rules.scaling;
     return rules;
   };
-
   const bool plain = head_rules.plain(kind);
+  for (Index r = 0; r < rows; ++r) {
+    C* s = scores + r * tile_stride;
+    if (plain) {
+      std::fill(s + end, s + rounded, kMinusInf<C>);
+    } else {
+      const Index h = tile.head_of(row + r);
+      finish_scores(h == tile.head ? head_rules : rules_of(h), kind, tile.row_of(row + r), first_key, begin, end, s,
+                    static_cast<C*>(nullptr), temp);
+    }
+  }
+  softmax_rows<kRows>(scores, rows, begin, rounded, kLog2E<C> * head_rules.scaling.unit,
+                      SoftmaxRows<C>{state.max + row, state.sum + row * n, out, ld_out});
   const Dropout dropout{p.dropout_p, p.seed};
+  for (Index r = 0; r < rows; ++r) {
+    C* s = scores + r * tile_stride;
+    if (dropout.active()) {
+      dropout_factors<C>(dropout, b, tile.head_of(row + r), tile.row_of(row + r), first_key, begin, end, temp);
+      for (Index c = begin; c < end; ++c) s[c] *= temp[c];
+    }
+    C& row_scale = state.value_scale[row + r];
+    if (value_scale != C{1} || row_scale != C{1}) {
+      match_value_scale(value_scale, s, begin, end, &row_scale, out + r * ld_out, ld_out);
+    }
+  }
+}
+
+// A step of one query tile against one key tile: scores, weights, and their product with the values.
+template <class Products, typename C = typename Products::Number>
+void forward_step(const Buffers& buffers, ScoreRules<C>& head_rules, const TileState<C>& state, TileKind kind,
+                  const Step<C>& step, const KeyTile<Products>& key_tile, const ForwardScratch<C>& scratch,
+                  Index ld_out) {
+  const QueryTile& tile = state.tile;
+  const typename Products::Values& v = key_tile.v;
+  C* const out = state.out + step.row * ld_out;
+  Products::scores(head_rules, step, key_tile, scratch.scores);
   for (Index g = 0; g < step.group_count; ++g) {
-    const auto [rows, begin, end] = step.groups[g];
-    if (begin >= end) continue;
-    const Index rounded = begin + round_up(end - begin, n);
-    const Index first = g * Products::kRows, last = first + rows;  // in the step
-    for (Index r = first; r < last; ++r) {
-      C* s = scratch.scores + r * tile_stride;
-      if (plain) {
-        std::fill(s + end, s + rounded, kMinusInf<C>);
-      } else {
-        const Index h = tile.head_of(step.row + r);
-        finish_scores(h == tile.head ? head_rules : rules_of(h), kind, tile.row_of(step.row + r), keys.begin, begin,
-                      end, s, static_cast<C*>(nullptr), scratch.row);
-      }
-    }
-    softmax_rows<Products::kRows>(
-        scratch.scores + first * tile_stride, rows, begin, rounded, kLog2E<C> * head_rules.scaling.unit,
-        SoftmaxRows<C>{state.max + step.row + first, state.sum + (step.row + first) * n, out + first * ld_out, ld_out});
-    for (Index r = first; r < last; ++r) {
-      C* s = scratch.scores + r * tile_stride;
-      if (dropout.active()) {
-        dropout_factors<C>(dropout, b, tile.head_of(step.row + r), tile.row_of(step.row + r), keys.begin, begin, end,
-                           scratch.row);
-        for (Index c = begin; c < end; ++c) s[c] *= scratch.row[c];
-      }
-      C& row_scale = state.value_scale[step.row + r];
-      if (value_scale != C{1} || row_scale != C{1}) {
-        match_value_scale(value_scale, s, begin, end, &row_scale, out + r * ld_out, ld_out);
-      }
-      Products::round_weights(scratch, r, begin, end);
-    }
+    const GroupColumns& columns = step.groups[g];
+    if (columns.begin >= columns.end) continue;
+    const Index first = g * Products::kRows;
+    finish_weights<Products::kRows>(buffers, head_rules, state, kind, columns, step.row + first, key_tile.keys.begin,
+                                    static_cast<C>(key_tile.facts->value_scale), scratch.scores + first * tile_stride,
+                                    scratch.row, ld_out);
+    for (Index r = first; r < first + columns.rows; ++r)
+      Products::round_weights(scratch, r, columns.begin, columns.end);
   }
 
   Products::add_values(step, scratch, key_tile, out, ld_out);
   for (Index bad = 0; bad < v.bad->count; ++bad) {
     const Index j = v.bad->rows[bad];
     for (Index r = 0; r < step.group_count * Products::kRows && step.row + r < tile.size(); ++r) {
-      const ScoreRules<C> rules(p, buffers, b, tile.head_of(step.row + r));
-      if (!rules.visible(tile.row_of(step.row + r), keys.begin + j)) continue;
+      const ScoreRules<C> rules(head_rules.problem, buffers, head_rules.b, tile.head_of(step.row + r));
+      if (!rules.visible(tile.row_of(step.row + r), key_tile.keys.begin + j)) continue;
       v.add_bad(j, scratch.scores[r * tile_stride + j], out + r * ld_out);
     }
   }
@@ -381,6 +371,65 @@ void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Scali
                        .q = state.q,
                        .q_magnitude = state.q_magnitude};
     forward_step(buffers, rules, state, kind, step, key_tile, scratch, ld_out);
+  }
+}
+
+// Adds the weighted values of a chunk of streamed keys to the output where the plain sum of them is not to be trusted:
+// it is not finite, or might not stay so. Hidden rows that are not finite are left out, large values scaled down.
+template <typename C>
+HWY_NOINLINE void add_unusual_values(const Buffers& buffers, const ScoreRules<C>& rules, const TileState<C>& state,
+                                     const StreamTile<C>& tile, Range chunk, Index first_key, C* temp, Index ld_out) {
+  const Wide<C> d;
+  const Rows& v = tile.v;
+  BadRows bad_rows;
+  HiddenRows<C> bad{v, &bad_rows};
+  const auto for_rows = [&](auto f) HEADRACE_ATTR {
+    with_elements<C>(v.data, v.dtype, [&](auto* data) HEADRACE_ATTR {
+      for (Index j = chunk.begin, next_bad = 0; j < chunk.end; ++j) {
+        if (next_bad < bad_rows.count && bad_rows.rows[next_bad] == j) {
+          ++next_bad;
+          continue;
+        }
+        widen_row(data + v.at(j), v.size, temp);
+        f(j);
+      }
+    });
+  };
+  bool large = false;
+  for_rows([&](Index j) HEADRACE_ATTR {
+    if (!all_finite(temp, v.size)) {
+      bad.add(j);
+    } else if (!all_below(temp, v.size, kLargeValue<C>)) {
+      large = true;
+    }
+  });
+  for (Index r = 0; r < tile.columns.rows; ++r) {
+    C* const s = tile.scores + r * tile_stride;
+    if (large && state.value_scale[r] == C{1}) {
+      const auto scale = [](C* first, C* last) {
+        std::transform(first, last, first, [](C x) { return x * kLargeValueScale<C>; });
+      };
+      scale(s + chunk.begin, s + tile.columns.end);
+      scale(state.out + r * ld_out, state.out + (r + 1) * ld_out);
+      state.value_scale[r] = kLargeValueScale<C>;
+    }
+    std::fill_n(tile.values + r * v.size, v.size, C{0});
+  }
+  for_rows([&](Index j) HEADRACE_ATTR {
+    for (Index r = 0; r < tile.columns.rows; ++r) {
+      C* const sums = tile.values + r * v.size;
+      const auto weight = hn::Set(d, tile.scores[r * tile_stride + j]);
+      for (Index c = 0; c < v.size; c += lanes<C>())
+        hn::StoreU(hn::MulAdd(weight, hn::LoadU(d, temp + c), hn::LoadU(d, sums + c)), d, sums + c);
+    }
+  });
+  for (Index bad_row = 0; bad_row < bad_rows.count; ++bad_row) {
+    const Index j = bad_rows.rows[bad_row];
+    for (Index r = 0; r < tile.columns.rows; ++r) {
+      const ScoreRules<C> row_rules(rules.problem, buffers, rules.b, state.tile.head_of(r));
+      if (!row_rules.visible(state.tile.row_of(r), first_key + j)) continue;
+      bad.add_bad(j, tile.scores[r * tile_stride + j], tile.values + r * v.size);
+    }
   }
 }
 
@@ -461,7 +510,7 @@ class ForwardTaskRun {
     for (Index t = 0; t < task_.count; ++t) {
       TileState<C>& state = tiles_[t];
       const Index row = t * plan.tile_rows;
-      const QueryTile tile = plan.query_tile(seq_.q_len, task_.head_kv, task_.first + t);
+      const QueryTile tile = plan.tile_of(task_, t);
       state.tile = tile;
       state.q_rows = {.data = buffers.q,
                       .dtype = p_.dtype,
@@ -487,7 +536,13 @@ class ForwardTaskRun {
   }
 
   void run() {
-    for (Index index = all_.begin; index < all_.end; ++index) visit(index);
+    for (Index index = all_.begin; index < all_.end; ++index) {
+      if constexpr (std::is_same_v<Products, StreamProducts<C>>) {
+        stream(index);
+      } else {
+        visit(index);
+      }
+    }
     for (Index t = 0; t < task_.count; ++t) {
       if (!tiles_[t].begun) begin(t);
       end(t);
@@ -513,6 +568,73 @@ class ForwardTaskRun {
         key_tile.finish_packing();
       }
       forward_tile(p_, buffers_, task_.sequence, scaling_, state, kind, key_tile, scratch_, plan_.ld_out);
+    }
+  }
+
+  // The same without packing: each tile is another head. Where the heads of a key lie side by side, all of them pass
+  // together, from one end of the memory to the other.
+  void stream(Index index) {
+    const Range keys{index * tile_k, std::min<Index>(seq_.k_len, (index + 1) * tile_k)};
+    const bool side_by_side = std::abs(p_.k.head) <= std::abs(p_.k.row);
+    const Index together = side_by_side ? task_.count : 1;
+    for (Index first = 0; first < task_.count; first += together) stream(index, keys, first, first + together);
+  }
+
+  void stream(Index index, Range keys, Index first, Index last) {
+    StreamTile<C> tiles[max_tiles_per_task];
+    TileKind kinds[max_tiles_per_task];
+    Index visiting[max_tiles_per_task];
+    std::size_t count = 0;
+    for (Index t = first; t < last; ++t) {
+      TileState<C>& state = tiles_[t];
+      if (index < state.visited.begin || index >= state.visited.end) continue;
+      const TileKind kind = classify(p_, buffers_, task_.sequence, state.tile, keys);
+      if (kind == TileKind::hidden) continue;
+      if (!state.begun) begin(t);
+      const ScoreRules<C> rules(p_, buffers_, task_.sequence, state.tile.head);
+      const Index row = t * plan_.tile_rows;
+      kinds[count] = kind;
+      visiting[count] = t;
+      tiles[count++] = {
+          .columns = group_columns<C, stream_rows>(rules.vis, kind, state.tile, 0, keys.begin, keys.size()),
+          .q = state.q,
+          .scores = scratch_.scores + row * tile_stride,
+          .values = scratch_.values + row * plan_.ld_out,
+          .k = key_rows(p_, task_.sequence, task_.head_kv + t, keys, buffers_.k, p_.k, p_.head_dim),
+          .v = key_rows(p_, task_.sequence, task_.head_kv + t, keys, buffers_.v, p_.v, p_.value_dim)};
+    }
+    if (count == 0) return;
+    const std::span<const StreamTile<C>> all(tiles, count);
+    stream_scores(all);
+    for (std::size_t n = 0; n < count; ++n) {
+      if (tiles[n].columns.begin >= tiles[n].columns.end) continue;
+      const TileState<C>& state = tiles_[visiting[n]];
+      ScoreRules<C> rules(p_, buffers_, task_.sequence, state.tile.head);
+      rules.scaling = scaling_;
+      stream_scores_wide(tiles[n]);
+      finish_weights<stream_rows>(buffers_, rules, state, kinds[n], tiles[n].columns, 0, keys.begin, C{1},
+                                  tiles[n].scores, scratch_.row, plan_.ld_out);
+    }
+    constexpr Index longest_chain = 128;  // as in add_tile_product
+    for (Index begin = 0; begin < keys.size(); begin += longest_chain) {
+      const Range columns{begin, std::min(keys.size(), begin + longest_chain)};
+      stream_values(all, columns);
+      for (std::size_t n = 0; n < count; ++n) add_streamed_values(tiles_[visiting[n]], tiles[n], columns, keys.begin);
+    }
+  }
+
+  void add_streamed_values(const TileState<C>& state, const StreamTile<C>& tile, Range columns, Index first_key) {
+    const Wide<C> d;
+    const Range chunk{std::max(columns.begin, tile.columns.begin), std::min(columns.end, tile.columns.end)};
+    if (chunk.empty()) return;
+    if (!all_below(tile.values, tile.columns.rows * tile.v.size, kLargeValue<C>)) {
+      const ScoreRules<C> rules(p_, buffers_, task_.sequence, state.tile.head);
+      add_unusual_values(buffers_, rules, state, tile, chunk, first_key, scratch_.row, plan_.ld_out);
+    }
+    for (Index r = 0; r < tile.columns.rows; ++r) {
+      C* const out = state.out + r * plan_.ld_out;
+      for (Index c = 0; c < tile.v.size; c += lanes<C>())
+        hn::StoreU(hn::Add(hn::LoadU(d, out + c), hn::LoadU(d, tile.values + r * tile.v.size + c)), d, out + c);
     }
   }
 
@@ -563,42 +685,39 @@ void forward_task(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
   ForwardTaskRun<Products>(plan, buffers, index, workspace).run();
 }
 
-// Merges the states of all parts of the keys, in their order, and writes the rows.
+// Merges the states that query tile t of a task has from all parts of the keys, in their order, and writes its rows.
 template <class Products>
-void merge_splits(const ForwardPlan& plan, const Buffers& buffers, std::size_t index, Workspace workspace) {
+void merge_splits(const ForwardPlan& plan, const Buffers& buffers, std::size_t index, Index t, Workspace workspace) {
   using C = typename Products::Number;
   const Problem& p = *plan.problem;
   const ForwardTask& task = plan.tasks[index];
-  const Sequence& seq = p.sequences[static_cast<std::size_t>(task.sequence)];
   const C unit = Products::scaling(p).unit;
   const PartialState<C> merged(plan, workspace.shared, index);
-  for (Index t = 0; t < task.count; ++t) {
-    const QueryTile tile = plan.query_tile(seq.q_len, task.head_kv, task.first + t);
-    const Index first = t * plan.tile_rows;
-    for (Index split = 1; split < plan.splits; ++split) {
-      const PartialState<C> part(plan, workspace.shared, index + static_cast<std::size_t>(split));
-      for (Index r = first; r < first + tile.size(); ++r) {
-        const auto natural = [unit](C max, C sum) {
-          return SoftmaxState<double>{static_cast<double>(unit) * static_cast<double>(max), static_cast<double>(sum)};
-        };
-        SoftmaxState<double> state = natural(merged.max[r], merged.sum[r]);
-        const SoftmaxState<double> added = natural(part.max[r], part.sum[r]);
-        if (added.empty()) continue;
-        const auto weights = state.merge(added);
-        const C scale = std::min(merged.value_scale[r], part.value_scale[r]);
-        const C kept = static_cast<C>(weights.kept) * (scale / merged.value_scale[r]);
-        const C entering = static_cast<C>(weights.added) * (scale / part.value_scale[r]);
-        merged.value_scale[r] = scale;
-        C* out = merged.out + r * plan.ld_out;
-        const C* part_out = part.out + r * plan.ld_out;
-        for (Index c = 0; c < plan.ld_out; ++c) out[c] = kept * out[c] + entering * part_out[c];
-        merged.max[r] = part.max[r] > merged.max[r] || part.max[r] != part.max[r] ? part.max[r] : merged.max[r];
-        merged.sum[r] = static_cast<C>(state.l);
-      }
+  const QueryTile tile = plan.tile_of(task, t);
+  const Index first = t * plan.tile_rows;
+  for (Index split = 1; split < plan.splits; ++split) {
+    const PartialState<C> part(plan, workspace.shared, index + static_cast<std::size_t>(split));
+    for (Index r = first; r < first + tile.size(); ++r) {
+      const auto natural = [unit](C max, C sum) {
+        return SoftmaxState<double>{static_cast<double>(unit) * static_cast<double>(max), static_cast<double>(sum)};
+      };
+      SoftmaxState<double> state = natural(merged.max[r], merged.sum[r]);
+      const SoftmaxState<double> added = natural(part.max[r], part.sum[r]);
+      if (added.empty()) continue;
+      const auto weights = state.merge(added);
+      const C scale = std::min(merged.value_scale[r], part.value_scale[r]);
+      const C kept = static_cast<C>(weights.kept) * (scale / merged.value_scale[r]);
+      const C entering = static_cast<C>(weights.added) * (scale / part.value_scale[r]);
+      merged.value_scale[r] = scale;
+      C* out = merged.out + r * plan.ld_out;
+      const C* part_out = part.out + r * plan.ld_out;
+      for (Index c = 0; c < plan.ld_out; ++c) out[c] = kept * out[c] + entering * part_out[c];
+      merged.max[r] = part.max[r] > merged.max[r] || part.max[r] != part.max[r] ? part.max[r] : merged.max[r];
+      merged.sum[r] = static_cast<C>(state.l);
     }
-    write_rows(plan, buffers, task.sequence, unit, tile, merged.out + first * plan.ld_out, merged.max + first,
-               merged.sum + first, merged.value_scale + first);
   }
+  write_rows(plan, buffers, task.sequence, unit, tile, merged.out + first * plan.ld_out, merged.max + first,
+             merged.sum + first, merged.value_scale + first);
 }
 
 // Calls f.operator()<P>() with the products of the plan.
@@ -616,7 +735,9 @@ void with_products(const ForwardPlan& plan, F f) {
 }
 
 void pack_any(const ForwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
-  with_products(plan, [&]<class P>() HEADRACE_ATTR { pack_task<P>(plan, buffers, task, workspace); });
+  with_products(plan, [&]<class P>() HEADRACE_ATTR {
+    if constexpr (requires { typename P::Values; }) pack_task<P>(plan, buffers, task, workspace);
+  });
 }
 
 void forward_any(const ForwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
@@ -629,8 +750,8 @@ void forward_any(const ForwardPlan& plan, const Buffers& buffers, std::size_t ta
   with_products(plan, [&]<class P>() HEADRACE_ATTR { forward_task<P>(plan, buffers, task, workspace); });
 }
 
-void merge_any(const ForwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
-  with_products(plan, [&]<class P>() HEADRACE_ATTR { merge_splits<P>(plan, buffers, task, workspace); });
+void merge_any(const ForwardPlan& plan, const Buffers& buffers, std::size_t task, Index tile, Workspace workspace) {
+  with_products(plan, [&]<class P>() HEADRACE_ATTR { merge_splits<P>(plan, buffers, task, tile, workspace); });
 }
 
 void add_forward(KernelTable& table) {

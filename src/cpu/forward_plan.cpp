@@ -34,13 +34,19 @@ QueryTile ForwardPlan::query_tile(Index q_len, Index head_kv, Index index) const
       .head = first_head + index / tiles_per_head, .heads = 1, .row = begin, .rows = std::min(tile_q, q_len - begin)};
 }
 
+QueryTile ForwardPlan::tile_of(const ForwardTask& task, Index t) const {
+  const Index q_len = problem->sequences[static_cast<std::size_t>(task.sequence)].q_len;
+  return products == ProductKind::stream ? query_tile(q_len, task.head_kv + t, 0)
+                                         : query_tile(q_len, task.head_kv, task.first + t);
+}
+
 Index ForwardPlan::key_reuse() const {
   const Index longest = problem->seqlen_q;
   return std::max<Index>(1, std::min(tiles_per_task, query_tiles(longest)) * heads_per_tile(longest));
 }
 
 std::size_t ForwardPlan::task_in_turn(std::size_t n) const {
-  if (splits == 1) return n;
+  if (splits == 1 || products == ProductKind::stream) return n;
   const std::size_t heads = static_cast<std::size_t>(problem->heads_kv), parts = static_cast<std::size_t>(splits);
   const std::size_t group = n / (heads * parts), in_group = n % (heads * parts);
   return (group * heads + in_group % heads) * parts + in_group / heads;
@@ -62,7 +68,7 @@ Index cost(const ForwardPlan& plan, const ForwardTask& task) {
   const Visibility vis{.band = p.band(task.sequence), .seqlen_q = seq.q_len, .seqlen_k = seq.k_len, .blocks = {}};
   Index tiles = 0;
   for (Index t = 0; t < task.count; ++t) {
-    const QueryTile tile = plan.query_tile(seq.q_len, task.head_kv, task.first + t);
+    const QueryTile tile = plan.tile_of(task, t);
     const Range keys = vis.keys_of_rows({tile.row, tile.row + tile.rows});
     if (!keys.empty()) tiles += ceil_div(keys.end, tile_k) - keys.begin / tile_k;
   }
@@ -83,25 +89,21 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   }
   const bool packs = plan.products != ProductKind::stream;
   const bool whole_elements = !packs || plan.products == ProductKind::vectors;
+  const Index stream_heads = std::min<Index>(max_tiles_per_task, p.heads_kv);  // of a task
   Index all_tiles = 0;
   for (const Sequence& seq : p.sequences) all_tiles += p.heads_kv * plan.query_tiles(seq.q_len);
   if (!p.batch_invariant && all_tiles > 0 && (!packs || all_tiles < split_below_tiles)) {
     const Index longest = ceil_div(p.seqlen_k, tile_k);
-    const Index wanted = packs ? ceil_div(split_below_tiles, all_tiles) : most_stream_splits;
+    const Index wanted =
+        packs ? ceil_div(split_below_tiles, all_tiles) : ceil_div(stream_parts * stream_heads, all_tiles);
     plan.splits = std::max<Index>(1, std::min(wanted, longest / (packs ? min_split_tiles : stream_split_tiles)));
-    // While a part of the keys is read head by head, all heads together read the next one from end to end.
-    const auto interleaved = [&](const RowStrides& strides, Index size) {
-      return strides.head == size && strides.row == p.heads_kv * size;
-    };
-    if (!packs && p.heads_kv > 1 && interleaved(p.k, p.head_dim) && interleaved(p.v, p.value_dim))
-      plan.ahead_tiles = ceil_div(longest, plan.splits);
   }
   const std::size_t element = wide ? sizeof(double) : sizeof(float);
   const auto bytes = [&](Index elements) { return static_cast<std::size_t>(elements) * element; };
   // Rows of packed bfloat16 take half of this or less, but AMX rounds them up to 64 bytes.
   plan.ld_q = whole_elements ? p.head_dim : round_up(p.head_dim, 32);
   plan.ld_out = round_up(p.value_dim, lanes);
-  plan.tile_rows = round_up(packs ? tile_q : std::max<Index>(1, p.seqlen_q * p.group()), kernels.rows);
+  plan.tile_rows = packs ? round_up(tile_q, kernels.rows) : std::max<Index>(1, p.seqlen_q * p.group());
   const Index state_bytes = static_cast<Index>(bytes(plan.tile_rows * (plan.ld_q + plan.ld_out + lanes)));
   Arena shared;
   std::size_t largest_tile = 0;
@@ -137,10 +139,18 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   const Index fitting =
       (plan.shares_keys ? l2_cache_bytes() / task_state_part_of_l2 : task_state_l2 * l2_cache_bytes()) / state_bytes;
   const Index wanted = std::min(all_tiles * plan.splits / (tasks_per_thread * threads), fitting);
-  plan.tiles_per_task = std::clamp<Index>(wanted, 1, max_tiles_per_task);
+  plan.tiles_per_task = packs ? std::clamp<Index>(wanted, 1, max_tiles_per_task) : std::max<Index>(1, stream_heads);
   for (Index b = 0; b < p.batch; ++b) {
     const Index tiles = plan.query_tiles(p.sequences[static_cast<std::size_t>(b)].q_len);
     if (tiles == 0) continue;
+    for (Index head = 0; !packs && head < p.heads_kv; head += stream_heads) {
+      plan.tasks.push_back({.sequence = static_cast<std::int32_t>(b),
+                            .head_kv = static_cast<std::int32_t>(head),
+                            .first = 0,
+                            .count = static_cast<std::int32_t>(std::min<Index>(stream_heads, p.heads_kv - head)),
+                            .split = 0});
+    }
+    if (!packs) continue;
     const Index count = ceil_div(tiles, ceil_div(tiles, plan.tiles_per_task));  // tasks of about the same size
     // Heads innermost: rows of neighbouring heads share pages, and so entries of the TLB.
     for (Index first = 0; first < tiles; first += count) {
@@ -173,12 +183,13 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   const Index rows = plan.tiles_per_task * plan.tile_rows;
   Arena arena;
   plan.q = arena.add(bytes(rows * plan.ld_q));
-  plan.scores = arena.add(bytes(plan.tile_rows * tile_stride));
+  plan.scores = arena.add(bytes((packs ? plan.tile_rows : rows) * tile_stride));
   plan.out = arena.add(bytes(rows * plan.ld_out));
   plan.max = arena.add(bytes(rows));
   plan.sum = arena.add(bytes(rows * lanes));
   plan.value_scale = arena.add(bytes(rows));
-  plan.row = arena.add(bytes(tile_stride));
+  plan.row = arena.add(bytes(std::max(tile_stride, plan.ld_out)));
+  if (!packs) plan.values = arena.add(bytes(rows * plan.ld_out));
   if (!whole_elements) plan.weights = arena.add(bytes(plan.tile_rows * tile_stride));
   if (!plan.shares_keys) plan.keys = arena.add(largest_tile);
   plan.scratch_bytes = arena.bytes;

@@ -30,7 +30,8 @@ struct QueryTile {
   [[nodiscard]] Index row_of(Index r) const { return row + r % rows; }
 };
 
-// Query tiles [first, first + count) of (sequence, key-value head), against one part of their keys.
+// Query tiles [first, first + count) of (sequence, key-value head), against one part of their keys; where keys are
+// streamed, the query tiles of `count` key-value heads from head_kv on, one each.
 struct ForwardTask {
   std::int32_t sequence = 0, head_kv = 0;
   Index first = 0;
@@ -82,7 +83,6 @@ struct ForwardPlan {
   Index tiles_per_task = 1;
   Index tile_rows = 0;  // that scratch memory has for a query tile
   Index splits = 1;
-  Index ahead_tiles = 0;           // how far ahead streaming asks for the tiles of all heads; 0: not
   std::vector<ForwardTask> tasks;  // tasks of the splits of one group of query tiles stand together
   std::vector<PackTask> pack_tasks;
   std::vector<PackedSequence> packed;  // [batch]
@@ -90,6 +90,7 @@ struct ForwardPlan {
   Index ld_q = 0, ld_out = 0;          // row lengths of packed q and of the output accumulator
   // Offsets in a thread's scratch memory.
   std::size_t q = 0, scores = 0, out = 0, max = 0, sum = 0, value_scale = 0, row = 0;
+  std::size_t values = 0;   // sums of streamed values
   std::size_t weights = 0;  // rounded to bfloat16
   std::size_t keys = 0;     // a key tile, where it is not shared
   std::size_t scratch_bytes = 0;
@@ -102,6 +103,7 @@ struct ForwardPlan {
   [[nodiscard]] Index heads_per_tile(Index q_len) const;
   [[nodiscard]] Index query_tiles(Index q_len) const;
   [[nodiscard]] QueryTile query_tile(Index q_len, Index head_kv, Index index) const;
+  [[nodiscard]] QueryTile tile_of(const ForwardTask& task, Index t) const;
 };
 
 // Keys [key_tile * tile_keys, ...) of (sequence, key-value head).
@@ -149,8 +151,8 @@ struct KernelTable {
   // Packs a key tile of all heads for the tasks of the forward pass.
   void (*forward_pack)(const ForwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;
   void (*forward)(const ForwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;
-  // Merges the splits whose first task is given, and writes the rows.
-  void (*merge_splits)(const ForwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;
+  // Merges the splits whose first task is given, for one of its query tiles, and writes the rows.
+  void (*merge_splits)(const ForwardPlan&, const Buffers&, std::size_t task, Index tile, Workspace) = nullptr;
 
   // Row statistics and zeroed accumulators of query head h of sequence b.
   void (*backward_prepare)(const BackwardPlan&, const Buffers&, Index b, Index h, Workspace) = nullptr;

@@ -45,12 +45,11 @@ inline constexpr Index min_split_tiles = 4;
 
 // Up to this many query rows of a key-value head, keys and values are streamed, not packed: a multiply-add for each row
 // and vector that comes from memory hides behind the reading. Rows are asked for stream_ahead rows before they are
-// used. Parts of at least stream_split_tiles key tiles are read for all heads, one after the other, so that their pages
-// stay in the TLB; there are at most most_stream_splits parts.
+// used. All heads together make stream_parts parts of the keys, of at least stream_split_tiles key tiles each.
 inline constexpr Index stream_rows = 8;
 inline constexpr Index stream_ahead = 16;
 inline constexpr Index stream_split_tiles = 2;
-inline constexpr Index most_stream_splits = 128;
+inline constexpr Index stream_parts = 64;
 
 // The backward pass keeps seven tiles of keys alive; from this sum of head_dim and value_dim on it
 // halves them to stay in a 1 MiB L2.

@@ -133,7 +133,6 @@ struct Rows {
   hr_dtype dtype = HR_FLOAT32;
   Index offset = 0, stride = 0, count = 0, size = 0;
   Index inner = 0, outer_stride = 0;  // inner = 0: one head
-  const void* ahead = nullptr;        // what to ask for while these rows are streamed: as much as they take
 
   [[nodiscard]] Index at(Index r) const {
     return inner == 0 ? offset + r * stride : offset + r / inner * outer_stride + r % inner * stride;

@@ -8,6 +8,8 @@
 #endif
 
 #include <algorithm>
+#include <cmath>
+#include <span>
 #include <type_traits>
 
 #include "cpu/kernels.hpp"
@@ -21,16 +23,27 @@
 HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
-// Asks for the row that comes stream_ahead rows later, since no hardware prefetcher follows rows that lie apart; and
-// for a row's worth of what is to be in the caches long after.
+// All query rows of a key-value head, at most stream_rows, against a key tile.
+template <typename C>
+struct StreamTile {
+  GroupColumns columns;  // that they see
+  const C* q = nullptr;  // row r at r * k.size
+  C* scores = nullptr;   // a row every tile_stride
+  C* values = nullptr;   // row r at r * v.size: sums of values
+  Rows k, v;
+};
+
+// Asks for the row that is read stream_ahead rows after row r, which behind the last is one of `next`: no hardware
+// prefetcher follows as many rows at once as are read. Into the L2 cache: more lines can be under way to it than to the
+// L1 cache, which doubles the rate (Zen 4).
 template <typename T>
-HWY_INLINE void prefetch_row(const Rows& rows, const T* data, Index r) {
+HWY_INLINE void prefetch_row(const Rows& rows, const Rows& next, const void* next_data, Index first_next, const T* data,
+                             Index r) {
   constexpr Index line = 64 / sizeof(T);
-  const T* const row = data + rows.at(std::min(r + stream_ahead, rows.count - 1));
-  for (Index c = 0; c < rows.size; c += line) __builtin_prefetch(row + c, 0, 3);
-  if (rows.ahead == nullptr) return;
-  const T* const ahead = static_cast<const T*>(rows.ahead) + r * rows.size;
-  for (Index c = 0; c < rows.size; c += line) __builtin_prefetch(ahead + c, 0, 2);
+  const Index later = r + stream_ahead;
+  const T* const row = later < rows.count ? data + rows.at(later)
+                                          : static_cast<const T*>(next_data) + next.at(first_next + later - rows.count);
+  for (Index c = 0; c < rows.size; c += line) __builtin_prefetch(row + c, 0, 2);
 }
 
 // The sums of the lanes of four vectors each.
@@ -59,44 +72,41 @@ HWY_INLINE void sum_lanes(const hn::Vec<Wide<double>> (&v)[4], double* sums) {
   for (int i = 0; i < 4; ++i) sums[i] = hn::GetLane(hn::SumOfLanes(Wide<double>(), v[i]));
 }
 
-// scores[r][j] = row r of left, `ld` apart, times row j of the keys, for kRows rows and up to four keys from j on. The
-// sum of more than 64 elements is cut into pieces, like those of score_product.
+// scores[r][j] = row r of left, one behind the other, times row j of the keys, for kRows rows and up to four keys from
+// j on. Chains are no longer than those of score_product.
 template <int kRows, typename C, typename T>
-HWY_INLINE void stream_dots(const C* HWY_RESTRICT left, Index ld, const Rows& keys, const T* data, Index j, C* scores,
-                            Magnitude<C>& magnitude) {
+HWY_INLINE void stream_dots(const C* HWY_RESTRICT left, const Rows& keys, const T* data, Index j, C* scores) {
+  constexpr Index piece = 16 * hn::MaxLanes(Wide<C>());
   const Wide<C> d;
-  const Index n = lanes<C>();
+  const Index n = lanes<C>(), size = keys.size;
   const T* row[4];
   for (Index i = 0; i < 4; ++i) row[i] = data + keys.at(std::min(j + i, keys.count - 1));
-  hn::Vec<Wide<C>> total[kRows][4], sum[kRows][4];
-  HEADRACE_UNROLL
-  for (int r = 0; r < kRows; ++r) {
-    HEADRACE_UNROLL
-    for (int i = 0; i < 4; ++i) total[r][i] = sum[r][i] = hn::Zero(d);
-  }
-  for (Index c = 0; c < keys.size; c += n) {
-    HEADRACE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const auto k = load_widened(d, row[i] + c);
-      magnitude.see(k);
-      HEADRACE_UNROLL
-      for (int r = 0; r < kRows; ++r) sum[r][i] = hn::MulAdd(hn::LoadU(d, left + r * ld + c), k, sum[r][i]);
-    }
-    if ((c + n) % 256 != 0) continue;
+  for (Index first = 0; first < size; first += piece) {
+    hn::Vec<Wide<C>> sum[kRows][4];
     HEADRACE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       HEADRACE_UNROLL
+      for (int i = 0; i < 4; ++i) sum[r][i] = hn::Zero(d);
+    }
+    for (Index c = first; c < std::min(size, first + piece); c += n) {
+      HEADRACE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        total[r][i] = hn::Add(total[r][i], sum[r][i]);
-        sum[r][i] = hn::Zero(d);
+        const auto k = load_widened(d, row[i] + c);
+        HEADRACE_UNROLL
+        for (int r = 0; r < kRows; ++r) sum[r][i] = hn::MulAdd(hn::LoadU(d, left + r * size + c), k, sum[r][i]);
       }
     }
-  }
-  HEADRACE_UNROLL
-  for (int r = 0; r < kRows; ++r) {
     HEADRACE_UNROLL
-    for (int i = 0; i < 4; ++i) sum[r][i] = hn::Add(total[r][i], sum[r][i]);
-    sum_lanes(sum[r], scores + r * tile_stride + j);
+    for (int r = 0; r < kRows; ++r) {
+      C* const target = scores + r * tile_stride + j;
+      if (first == 0) {
+        sum_lanes(sum[r], target);
+      } else {
+        C more[4];
+        sum_lanes(sum[r], more);
+        for (int i = 0; i < 4; ++i) target[i] += more[i];
+      }
+    }
   }
 }
 
@@ -112,93 +122,73 @@ HWY_INLINE void for_row_blocks(Index rows, F f) {
   if (r < rows) f(r, std::integral_constant<int, 1>());
 }
 
-// scores[r][j] = row r of left . key j, for the columns that each group of rows needs. Returns the largest magnitude of
-// the keys that it read; NaN may be passed over.
+// Columns that any of the tiles sees.
 template <typename C>
-HWY_NOINLINE C stream_scores(const GroupColumns* groups, Index group_count, const C* left, Index ld, const Rows& keys,
-                             C* scores) {
-  Magnitude<C> magnitude;
-  with_elements<C>(keys.data, keys.dtype, [&](auto* data) HEADRACE_ATTR {
-    for (Index g = 0; g < group_count; ++g) {
-      for (Index j = groups[g].begin / 4 * 4; j < groups[g].end; j += 4) {
-        for (Index i = 0; i < 4; ++i) prefetch_row(keys, data, j + i);
-        for_row_blocks(groups[g].rows, [&]<int kRows>(Index r, std::integral_constant<int, kRows>) HEADRACE_ATTR {
-          const Index row = g * kBlockRows + r;
-          stream_dots<kRows>(left + row * ld, ld, keys, data, j, scores + row * tile_stride, magnitude);
+HWY_INLINE Range columns_of(std::span<const StreamTile<C>> tiles) {
+  Range all{tile_k, 0};
+  for (const StreamTile<C>& tile : tiles) {
+    if (tile.columns.begin < tile.columns.end)
+      all = {std::min(all.begin, tile.columns.begin), std::max(all.end, tile.columns.end)};
+  }
+  return all;
+}
+
+// scores[r][j] = q row r . key j for the columns of each tile: a few keys of all tiles in turn, which is how they lie
+// in memory.
+template <typename C>
+HWY_NOINLINE void stream_scores(std::span<const StreamTile<C>> tiles) {
+  constexpr Index together = 4;
+  const Range all = columns_of(tiles);
+  with_elements<C>(tiles[0].k.data, tiles[0].k.dtype, [&](auto* data) HEADRACE_ATTR {
+    for (Index j = all.begin / together * together; j < all.end; j += together) {
+      for (const StreamTile<C>& tile : tiles) {
+        if (j + together <= tile.columns.begin || j >= tile.columns.end) continue;
+        for (Index i = 0; i < together; ++i) prefetch_row(tile.k, tile.v, tile.v.data, 0, data, j + i);
+        for_row_blocks(tile.columns.rows, [&]<int kRows>(Index r, std::integral_constant<int, kRows>) HEADRACE_ATTR {
+          stream_dots<kRows>(tile.q + r * tile.k.size, tile.k, data, j, tile.scores + r * tile_stride);
         });
       }
     }
   });
-  return magnitude.value();
 }
 
-// The same in double, slowly.
+// Scores that are not finite once more in double: a partial sum may have overflowed where the score does not.
 template <typename C>
-HWY_NOINLINE void stream_scores_wide(const GroupColumns* groups, Index group_count, const C* left, Index ld,
-                                     const Rows& keys, C* scores) {
-  for (Index g = 0; g < group_count; ++g) {
-    for (Index r = g * kBlockRows; r < g * kBlockRows + groups[g].rows; ++r) {
-      for (Index j = groups[g].begin; j < groups[g].end; ++j) {
-        double sum = 0.0;
-        for (Index c = 0; c < keys.size; ++c) {
-          sum += static_cast<double>(left[r * ld + c]) * load_element(keys.data, keys.dtype, keys.at(j) + c);
-        }
-        scores[r * tile_stride + j] = static_cast<C>(sum);
+HWY_NOINLINE void stream_scores_wide(const StreamTile<C>& tile) {
+  const auto [rows, begin, end] = tile.columns;
+  for (Index r = 0; r < rows; ++r) {
+    C* const scores = tile.scores + r * tile_stride;
+    if (all_finite(scores + begin, end - begin)) continue;
+    for (Index j = begin; j < end; ++j) {
+      if (std::isfinite(scores[j])) continue;
+      double sum = 0.0;
+      for (Index c = 0; c < tile.k.size; ++c) {
+        sum += static_cast<double>(tile.q[r * tile.k.size + c]) *
+               load_element(tile.k.data, tile.k.dtype, tile.k.at(j) + c);
       }
+      scores[j] = static_cast<C>(sum);
     }
   }
 }
 
-// Values in the caller's memory; see RightRows. pack only looks at them, which brings them into the L2 cache.
-template <typename C>
-struct StreamedRows : HiddenRows<C> {
-  using HiddenRows<C>::source;
-
-  StreamedRows() = default;
-  StreamedRows(const Rows& rows, C* /*memory*/, BadRows* bad_rows) : HiddenRows<C>{rows, bad_rows} {}
-
-  // Finds the rows in [begin, end) that are not finite. Returns the largest magnitude; NaN may be passed over.
-  HWY_NOINLINE C pack(Index begin, Index end) {
-    const Wide<C> d;
-    const Index n = lanes<C>();
-    Magnitude<C> magnitude;
-    with_elements<C>(source.data, source.dtype, [&](auto* data) HEADRACE_ATTR {
-      for (Index r = begin; r < end; ++r) {
-        prefetch_row(source, data, r);
-        auto finite = hn::Zero(d);  // x * 0 is 0 for finite x alone
-        for (Index c = 0; c < source.size; c += n) {
-          const auto x = load_widened(d, data + source.at(r) + c);
-          magnitude.see(x);
-          finite = hn::MulAdd(x, hn::Zero(d), finite);
-        }
-        if (!hn::AllTrue(d, hn::Eq(finite, hn::Zero(d)))) this->add(r);
-      }
-    });
-    return magnitude.value();
-  }
-  void scale(C /*factor*/) {}  // stream_values does that
-  void isolate_bad() {}        // pack has
-};
-
-// target[row] += sum over columns c in [begin, end) of scores[row][c] * factor * value row c, for kRows rows and kVecs
-// vectors from column `column` on.
+// target[r] = what it was, or 0 at the first call, + sum over columns c in [begin, end) of scores[r][c] * value row c,
+// for kRows rows and kVecs vectors from column `column` on.
 template <int kRows, int kVecs, typename C, typename T>
-HWY_INLINE void stream_sum(const C* scores, Index begin, Index end, const Rows& values, const T* data, C factor,
-                           Index column, C* target, Index ld) {
+HWY_INLINE void stream_sum(const C* scores, Index begin, Index end, const Rows& values, const T* data, bool first,
+                           Index column, C* target) {
   const Wide<C> d;
-  const Index n = lanes<C>();
-  const auto scale = hn::Set(d, factor);
+  const Index n = lanes<C>(), size = values.size;
   hn::Vec<Wide<C>> sum[kRows][kVecs];
   HEADRACE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     HEADRACE_UNROLL
-    for (int v = 0; v < kVecs; ++v) sum[r][v] = hn::Zero(d);
+    for (int v = 0; v < kVecs; ++v) sum[r][v] = first ? hn::Zero(d) : hn::LoadU(d, target + r * size + column + v * n);
   }
   for (Index j = begin; j < end; ++j) {
     const T* const row = data + values.at(j) + column;
     HEADRACE_UNROLL
     for (int v = 0; v < kVecs; ++v) {
-      const auto value = hn::Mul(scale, load_widened(d, row + v * n));
+      const auto value = load_widened(d, row + v * n);
       HEADRACE_UNROLL
       for (int r = 0; r < kRows; ++r) sum[r][v] = hn::MulAdd(hn::Set(d, scores[r * tile_stride + j]), value, sum[r][v]);
     }
@@ -206,45 +196,46 @@ HWY_INLINE void stream_sum(const C* scores, Index begin, Index end, const Rows& 
   HEADRACE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     HEADRACE_UNROLL
-    for (int v = 0; v < kVecs; ++v) {
-      C* const out = target + r * ld + column + v * n;
-      hn::StoreU(hn::Add(hn::LoadU(d, out), sum[r][v]), d, out);
-    }
+    for (int v = 0; v < kVecs; ++v) hn::StoreU(sum[r][v], d, target + r * size + column + v * n);
   }
 }
 
-// target[row] += sum over columns c of scores[row][c] * factor * value row c, for the columns that each group of rows
-// needs, but for bad rows.
+// values[r] = sum over columns c in [begin, end) of scores[r][c] * value row c for the columns that each tile sees; a
+// chain of multiply-adds.
 template <typename C>
-HWY_NOINLINE void stream_values(const GroupColumns* groups, Index group_count, const C* scores,
-                                const StreamedRows<C>& values, C factor, C* target, Index ld) {
-  constexpr Index longest_chain = 128;  // as in add_tile_product
-  const Rows& source = values.source;
+HWY_NOINLINE void stream_values(std::span<const StreamTile<C>> tiles, Range columns) {
+  constexpr Index together = 8;
   const Index n = lanes<C>();
-  with_elements<C>(source.data, source.dtype, [&](auto* data) HEADRACE_ATTR {
-    const auto run = [&](Index g, Index begin, Index end) HEADRACE_ATTR {
-      for_row_blocks(groups[g].rows, [&]<int kRows>(Index r, std::integral_constant<int, kRows>) HEADRACE_ATTR {
-        const Index row = g * kBlockRows + r;
-        const C* const s = scores + row * tile_stride;
-        C* const out = target + row * ld;
-        Index column = 0;
-        for (; column + 4 * n <= source.size; column += 4 * n)
-          stream_sum<kRows, 4>(s, begin, end, source, data, factor, column, out, ld);
-        for (; column < source.size; column += n)
-          stream_sum<kRows, 1>(s, begin, end, source, data, factor, column, out, ld);
-      });
-    };
-    for (Index g = 0; g < group_count; ++g) {
-      Index bad = 0;
-      for (Index begin = groups[g].begin; begin < groups[g].end;) {
-        while (bad < values.bad->count && values.bad->rows[bad] < begin) ++bad;
-        const Index next_bad = bad < values.bad->count ? values.bad->rows[bad] : groups[g].end;
-        const Index end = std::min({groups[g].end, next_bad, begin / longest_chain * longest_chain + longest_chain});
-        if (begin < end) run(g, begin, end);
-        begin = end == next_bad ? end + 1 : end;
+  with_elements<C>(tiles[0].v.data, tiles[0].v.dtype, [&](auto* data) HEADRACE_ATTR {
+    for (Index j = columns.begin; j < columns.end; j += together) {
+      for (const StreamTile<C>& tile : tiles) {
+        const Index seen = std::max(columns.begin, tile.columns.begin);  // its first column here
+        const Index begin = std::max(j, seen), end = std::min({j + together, columns.end, tile.columns.end});
+        if (begin >= end) continue;
+        for (Index r = begin; r < end; ++r) prefetch_row(tile.v, tile.k, tile.k.data, tile.k.count, data, r);
+        const bool first = begin == seen;
+        for_row_blocks(tile.columns.rows, [&]<int kRows>(Index r, std::integral_constant<int, kRows>) HEADRACE_ATTR {
+          const C* const s = tile.scores + r * tile_stride;
+          C* const target = tile.values + r * tile.v.size;
+          Index column = 0;
+          for (; column + 4 * n <= tile.v.size; column += 4 * n)
+            stream_sum<kRows, 4>(s, begin, end, tile.v, data, first, column, target);
+          for (; column < tile.v.size; column += n)
+            stream_sum<kRows, 1>(s, begin, end, tile.v, data, first, column, target);
+        });
       }
     }
   });
+}
+
+// Whether all of `count` numbers, whole vectors of them, are smaller than the limit; NaN is not.
+template <typename C>
+HWY_INLINE bool all_below(const C* numbers, Index count, C limit) {
+  const Wide<C> d;
+  auto below = hn::Lt(hn::Zero(d), hn::Set(d, limit));
+  for (Index c = 0; c < count; c += lanes<C>())
+    below = hn::And(below, hn::Lt(hn::Abs(hn::LoadU(d, numbers + c)), hn::Set(d, limit)));
+  return hn::AllTrue(d, below);
 }
 
 }  // namespace headrace::cpu::HWY_NAMESPACE
