@@ -65,8 +65,7 @@ class ForwardKernel final : public Kernel {
   }
 
   [[nodiscard]] KernelReport report() const override {
-    const bool streams = plan_.products == cpu::ProductKind::stream;
-    return {.name = (streams ? "cpu.stream." : "cpu.forward.") + std::string(target_.name),
+    return {.name = (plan_.streams() ? "cpu.stream." : "cpu.forward.") + std::string(target_.name),
             .tile_q = cpu::tile_q,
             .tile_k = cpu::tile_k,
             .splits = plan_.splits,

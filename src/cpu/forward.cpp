@@ -186,18 +186,19 @@ struct VectorProducts {
 };
 
 // Few queries, without packing: keys and values stay where they are.
-template <typename C>
+template <typename C, class StreamKernel>
 struct StreamProducts {
   using Number = C;
+  using Kernel = StreamKernel;
   static constexpr Index kRows = stream_rows;
 
   static Scaling<C> scaling(const Problem& p) { return Scaling<C>(p); }
-  static C pack_queries(const Rows& rows, const Scaling<C>& scaling, C* q) {
+  static C pack_queries(const Rows& rows, const Scaling<C>& scaling, C* q, C* temp) {
     with_elements<C>(rows.data, rows.dtype, [&](auto* data) HEADRACE_ATTR {
       for (Index r = 0; r < rows.count; ++r) {
-        C* const row = q + r * rows.size;
-        widen_row(data + rows.at(r), rows.size, row);
-        for (Index c = 0; c < rows.size; ++c) row[c] *= scaling.before;
+        widen_row(data + rows.at(r), rows.size, temp);
+        for (Index c = 0; c < rows.size; ++c) temp[c] *= scaling.before;
+        Kernel::pack_query(temp, rows.size, q, r);
       }
     });
     return C{0};  // not needed
@@ -537,7 +538,7 @@ class ForwardTaskRun {
 
   void run() {
     for (Index index = all_.begin; index < all_.end; ++index) {
-      if constexpr (std::is_same_v<Products, StreamProducts<C>>) {
+      if constexpr (requires { typename Products::Kernel; }) {
         stream(index);
       } else {
         visit(index);
@@ -600,25 +601,27 @@ class ForwardTaskRun {
           .q = state.q,
           .scores = scratch_.scores + row * tile_stride,
           .values = scratch_.values + row * plan_.ld_out,
+          .weights = scratch_.weights + row * weight_stride,
           .k = key_rows(p_, task_.sequence, task_.head_kv + t, keys, buffers_.k, p_.k, p_.head_dim),
           .v = key_rows(p_, task_.sequence, task_.head_kv + t, keys, buffers_.v, p_.v, p_.value_dim)};
     }
     if (count == 0) return;
     const std::span<const StreamTile<C>> all(tiles, count);
-    stream_scores(all);
+    stream_scores<typename Products::Kernel>(all);
     for (std::size_t n = 0; n < count; ++n) {
       if (tiles[n].columns.begin >= tiles[n].columns.end) continue;
       const TileState<C>& state = tiles_[visiting[n]];
       ScoreRules<C> rules(p_, buffers_, task_.sequence, state.tile.head);
       rules.scaling = scaling_;
-      stream_scores_wide(tiles[n]);
+      stream_scores_wide<typename Products::Kernel>(tiles[n]);
       finish_weights<stream_rows>(buffers_, rules, state, kinds[n], tiles[n].columns, 0, keys.begin, C{1},
                                   tiles[n].scores, scratch_.row, plan_.ld_out);
+      Products::Kernel::round(tiles[n]);
     }
     constexpr Index longest_chain = 128;  // as in add_tile_product
     for (Index begin = 0; begin < keys.size(); begin += longest_chain) {
       const Range columns{begin, std::min(keys.size(), begin + longest_chain)};
-      stream_values(all, columns);
+      stream_values<typename Products::Kernel>(all, columns);
       for (std::size_t n = 0; n < count; ++n) add_streamed_values(tiles_[visiting[n]], tiles[n], columns, keys.begin);
     }
   }
@@ -630,6 +633,7 @@ class ForwardTaskRun {
     if (!all_below(tile.values, tile.columns.rows * tile.v.size, kLargeValue<C>)) {
       const ScoreRules<C> rules(p_, buffers_, task_.sequence, state.tile.head);
       add_unusual_values(buffers_, rules, state, tile, chunk, first_key, scratch_.row, plan_.ld_out);
+      Products::Kernel::round(tile);  // later weights may have been scaled
     }
     for (Index r = 0; r < tile.columns.rows; ++r) {
       C* const out = state.out + r * plan_.ld_out;
@@ -642,7 +646,11 @@ class ForwardTaskRun {
     TileState<C>& state = tiles_[t];
     const Index size = state.tile.size();
     state.begun = true;
-    state.q_magnitude = Products::pack_queries(state.q_rows, scaling_, state.q);
+    if constexpr (requires { typename Products::Kernel; }) {
+      state.q_magnitude = Products::pack_queries(state.q_rows, scaling_, state.q, scratch_.row);
+    } else {
+      state.q_magnitude = Products::pack_queries(state.q_rows, scaling_, state.q);
+    }
     std::fill_n(state.out, size * plan_.ld_out, C{0});
     std::fill_n(state.max, size, kMinusInf<C>);
     std::fill_n(state.value_scale, size, C{1});
@@ -726,10 +734,12 @@ void with_products(const ForwardPlan& plan, F f) {
 #if HWY_TARGET == HWY_AVX3_DL
   if (plan.products == ProductKind::pairs) return f.template operator()<PairProducts>();
   if (plan.products == ProductKind::amx) return f.template operator()<AmxProducts>();
+  if (plan.products == ProductKind::stream_pairs) return f.template operator()<StreamProducts<float, StreamPairs>>();
 #endif
   const bool wide = plan.problem->dtype == HR_FLOAT64;
   if (plan.products == ProductKind::stream) {
-    return wide ? f.template operator()<StreamProducts<double>>() : f.template operator()<StreamProducts<float>>();
+    return wide ? f.template operator()<StreamProducts<double, StreamVectors<double>>>()
+                : f.template operator()<StreamProducts<float, StreamVectors<float>>>();
   }
   wide ? f.template operator()<VectorProducts<double>>() : f.template operator()<VectorProducts<float>>();
 }

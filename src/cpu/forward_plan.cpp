@@ -36,8 +36,7 @@ QueryTile ForwardPlan::query_tile(Index q_len, Index head_kv, Index index) const
 
 QueryTile ForwardPlan::tile_of(const ForwardTask& task, Index t) const {
   const Index q_len = problem->sequences[static_cast<std::size_t>(task.sequence)].q_len;
-  return products == ProductKind::stream ? query_tile(q_len, task.head_kv + t, 0)
-                                         : query_tile(q_len, task.head_kv, task.first + t);
+  return streams() ? query_tile(q_len, task.head_kv + t, 0) : query_tile(q_len, task.head_kv, task.first + t);
 }
 
 Index ForwardPlan::key_reuse() const {
@@ -46,7 +45,7 @@ Index ForwardPlan::key_reuse() const {
 }
 
 std::size_t ForwardPlan::task_in_turn(std::size_t n) const {
-  if (splits == 1 || products == ProductKind::stream) return n;
+  if (splits == 1 || streams()) return n;
   const std::size_t heads = static_cast<std::size_t>(problem->heads_kv), parts = static_cast<std::size_t>(splits);
   const std::size_t group = n / (heads * parts), in_group = n % (heads * parts);
   return (group * heads + in_group % heads) * parts + in_group / heads;
@@ -83,11 +82,13 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   const bool wide = p.dtype == HR_FLOAT64;
   const Index lanes = wide ? kernels.lanes_f64 : kernels.lanes_f32;
   if (streams(p, lanes)) {
-    plan.products = ProductKind::stream;
+    const bool pairs = p.dtype == HR_BFLOAT16 && kernels.bfloat16 != ProductKind::vectors &&
+                       p.head_dim % packed_pairs == 0 && p.value_dim % packed_pairs == 0;
+    plan.products = pairs ? ProductKind::stream_pairs : ProductKind::stream;
   } else if (p.dtype == HR_BFLOAT16) {
     plan.products = kernels.bfloat16;
   }
-  const bool packs = plan.products != ProductKind::stream;
+  const bool packs = !plan.streams();
   const bool whole_elements = !packs || plan.products == ProductKind::vectors;
   const Index stream_heads = std::min<Index>(max_tiles_per_task, p.heads_kv);  // of a task
   Index all_tiles = 0;
@@ -101,7 +102,7 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   const std::size_t element = wide ? sizeof(double) : sizeof(float);
   const auto bytes = [&](Index elements) { return static_cast<std::size_t>(elements) * element; };
   // Rows of packed bfloat16 take half of this or less, but AMX rounds them up to 64 bytes.
-  plan.ld_q = whole_elements ? p.head_dim : round_up(p.head_dim, 32);
+  plan.ld_q = whole_elements ? p.head_dim : round_up(p.head_dim, packed_pairs);
   plan.ld_out = round_up(p.value_dim, lanes);
   plan.tile_rows = packs ? round_up(tile_q, kernels.rows) : std::max<Index>(1, p.seqlen_q * p.group());
   const Index state_bytes = static_cast<Index>(bytes(plan.tile_rows * (plan.ld_q + plan.ld_out + lanes)));
@@ -190,7 +191,7 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   plan.value_scale = arena.add(bytes(rows));
   plan.row = arena.add(bytes(std::max(tile_stride, plan.ld_out)));
   if (!packs) plan.values = arena.add(bytes(rows * plan.ld_out));
-  if (!whole_elements) plan.weights = arena.add(bytes(plan.tile_rows * tile_stride));
+  if (!whole_elements || !packs) plan.weights = arena.add(bytes((packs ? plan.tile_rows : rows) * tile_stride));
   if (!plan.shares_keys) plan.keys = arena.add(largest_tile);
   plan.scratch_bytes = arena.bytes;
   if (plan.splits > 1) {

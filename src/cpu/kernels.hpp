@@ -71,10 +71,11 @@ struct PackedSequence {
 
 // What multiplies.
 enum class ProductKind {
-  vectors,  // vectors of the type that is summed in
-  stream,   // the same for few queries, keys and values unpacked, stream-inl.h
-  pairs,    // pairs of bfloat16, pairs-inl.h
-  amx       // tiles of bfloat16, amx-inl.h
+  vectors,       // vectors of the type that is summed in
+  pairs,         // pairs of bfloat16, pairs-inl.h
+  amx,           // tiles of bfloat16, amx-inl.h
+  stream,        // vectors for few queries, keys and values unpacked, stream-inl.h
+  stream_pairs,  // the same with pairs
 };
 
 struct ForwardPlan {
@@ -97,6 +98,7 @@ struct ForwardPlan {
   // In the shared workspace: packed key tiles; then the partial states of tasks, where splits > 1.
   std::size_t partials = 0, partial_bytes = 0, shared_bytes = 0;
 
+  [[nodiscard]] bool streams() const { return products >= ProductKind::stream; }
   // The task whose turn is the nth: heads innermost, then the splits of one group of query tiles.
   [[nodiscard]] std::size_t task_in_turn(std::size_t n) const;
   [[nodiscard]] Index key_reuse() const;  // query tiles of a head that share one reading of a packed key tile

@@ -22,6 +22,12 @@ inline constexpr Index tile_q = 48;
 // Packed keys and values are padded to a multiple of this many rows and elements: a panel of every target.
 inline constexpr Index packed_multiple = 64;
 
+// Elements of a vector of bfloat16: rows that are multiplied in pairs take a multiple of this many.
+inline constexpr Index packed_pairs = 32;
+
+// Distance of two rows of weights of bfloat16: one line more than the tile, for the sets of the L1 cache.
+inline constexpr Index weight_stride = tile_k + packed_pairs;
+
 // Keys and values are packed once, for all tasks, where that takes at most this much memory: half of a small L3 cache.
 // Else every task packs the key tiles that it visits.
 inline constexpr std::size_t shared_keys_bytes = std::size_t{17} << 20;

@@ -21,10 +21,7 @@
 HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
-inline constexpr Index kVectorOf16 = 32;  // elements of a vector
-
-// Distance of two rows of weights, in elements: one line more than the tile, for the sets of the L1 cache.
-inline constexpr Index weight_stride = tile_k + kVectorOf16;
+inline constexpr Index kVectorOf16 = packed_pairs;  // elements of a vector
 
 // 32 elements of a row from column `first` on; zeros behind its end.
 HWY_INLINE __m512i load_bfloat16(const BFloat16* row, Index first, Index size) {

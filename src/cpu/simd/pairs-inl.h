@@ -39,18 +39,16 @@ struct Unit<Pair> {
   using Vector = hn::Vec<Wide<float>>;
   static constexpr Index elements = 2;
   static constexpr Index stride_of_tile = weight_stride / 2;
-  static HWY_INLINE __m512bh load(const Pair* p) { return bits_of(_mm512_loadu_si512(p)); }
+  static HWY_INLINE __m512bh load(const Pair* p) { return of_bits(_mm512_loadu_si512(p)); }
   static HWY_INLINE __m512bh fill(const Pair* p) {
     std::int32_t both;
     std::memcpy(&both, p, sizeof both);
-    return bits_of(_mm512_set1_epi32(both));
+    return of_bits(_mm512_set1_epi32(both));
   }
   static HWY_INLINE Vector multiply_add(__m512bh left, __m512bh right, Vector sum) {
     return Vector{_mm512_dpbf16_ps(sum.raw, left, right)};
   }
-
- private:
-  static HWY_INLINE __m512bh bits_of(__m512i bits) {
+  static HWY_INLINE __m512bh of_bits(__m512i bits) {
     __m512bh result;
     std::memcpy(&result, &bits, sizeof result);
     return result;

@@ -16,6 +16,7 @@
 #include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/pack-inl.h"
+#include "cpu/simd/pairs-inl.h"
 #include "cpu/simd/tile-inl.h"
 #include "cpu/tile_config.hpp"
 #include "hwy/highway.h"
@@ -26,10 +27,11 @@ namespace headrace::cpu::HWY_NAMESPACE {
 // All query rows of a key-value head, at most stream_rows, against a key tile.
 template <typename C>
 struct StreamTile {
-  GroupColumns columns;  // that they see
-  const C* q = nullptr;  // row r at r * k.size
-  C* scores = nullptr;   // a row every tile_stride
-  C* values = nullptr;   // row r at r * v.size: sums of values
+  GroupColumns columns;         // that they see
+  const C* q = nullptr;         // row r at r * k.size
+  C* scores = nullptr;          // a row every tile_stride
+  C* values = nullptr;          // row r at r * v.size: sums of values
+  BFloat16* weights = nullptr;  // the scores rounded, a row every weight_stride, for products of pairs
   Rows k, v;
 };
 
@@ -110,67 +112,6 @@ HWY_INLINE void stream_dots(const C* HWY_RESTRICT left, const Rows& keys, const 
   }
 }
 
-// Calls f(first, integral_constant) for blocks of 4, 2 and 1 of `rows` rows.
-template <typename F>
-HWY_INLINE void for_row_blocks(Index rows, F f) {
-  Index r = 0;
-  for (; r + 4 <= rows; r += 4) f(r, std::integral_constant<int, 4>());
-  if (rows - r >= 2) {
-    f(r, std::integral_constant<int, 2>());
-    r += 2;
-  }
-  if (r < rows) f(r, std::integral_constant<int, 1>());
-}
-
-// Columns that any of the tiles sees.
-template <typename C>
-HWY_INLINE Range columns_of(std::span<const StreamTile<C>> tiles) {
-  Range all{tile_k, 0};
-  for (const StreamTile<C>& tile : tiles) {
-    if (tile.columns.begin < tile.columns.end)
-      all = {std::min(all.begin, tile.columns.begin), std::max(all.end, tile.columns.end)};
-  }
-  return all;
-}
-
-// scores[r][j] = q row r . key j for the columns of each tile: a few keys of all tiles in turn, which is how they lie
-// in memory.
-template <typename C>
-HWY_NOINLINE void stream_scores(std::span<const StreamTile<C>> tiles) {
-  constexpr Index together = 4;
-  const Range all = columns_of(tiles);
-  with_elements<C>(tiles[0].k.data, tiles[0].k.dtype, [&](auto* data) HEADRACE_ATTR {
-    for (Index j = all.begin / together * together; j < all.end; j += together) {
-      for (const StreamTile<C>& tile : tiles) {
-        if (j + together <= tile.columns.begin || j >= tile.columns.end) continue;
-        for (Index i = 0; i < together; ++i) prefetch_row(tile.k, tile.v, tile.v.data, 0, data, j + i);
-        for_row_blocks(tile.columns.rows, [&]<int kRows>(Index r, std::integral_constant<int, kRows>) HEADRACE_ATTR {
-          stream_dots<kRows>(tile.q + r * tile.k.size, tile.k, data, j, tile.scores + r * tile_stride);
-        });
-      }
-    }
-  });
-}
-
-// Scores that are not finite once more in double: a partial sum may have overflowed where the score does not.
-template <typename C>
-HWY_NOINLINE void stream_scores_wide(const StreamTile<C>& tile) {
-  const auto [rows, begin, end] = tile.columns;
-  for (Index r = 0; r < rows; ++r) {
-    C* const scores = tile.scores + r * tile_stride;
-    if (all_finite(scores + begin, end - begin)) continue;
-    for (Index j = begin; j < end; ++j) {
-      if (std::isfinite(scores[j])) continue;
-      double sum = 0.0;
-      for (Index c = 0; c < tile.k.size; ++c) {
-        sum += static_cast<double>(tile.q[r * tile.k.size + c]) *
-               load_element(tile.k.data, tile.k.dtype, tile.k.at(j) + c);
-      }
-      scores[j] = static_cast<C>(sum);
-    }
-  }
-}
-
 // target[r] = what it was, or 0 at the first call, + sum over columns c in [begin, end) of scores[r][c] * value row c,
 // for kRows rows and kVecs vectors from column `column` on.
 template <int kRows, int kVecs, typename C, typename T>
@@ -200,28 +141,221 @@ HWY_INLINE void stream_sum(const C* scores, Index begin, Index end, const Rows& 
   }
 }
 
+// The products with keys and values in vectors of C.
+template <typename C>
+struct StreamVectors {
+  template <typename F>
+  static HWY_INLINE void with_data(const Rows& rows, F f) {
+    with_elements<C>(rows.data, rows.dtype, f);
+  }
+
+  // A query row of C, as the products read it.
+  static void pack_query(const C* row, Index size, C* q, Index r) { std::copy_n(row, size, q + r * size); }
+  static double query(const StreamTile<C>& tile, Index r, Index c) {
+    return static_cast<double>(tile.q[r * tile.k.size + c]);
+  }
+  static void round(const StreamTile<C>& /*tile*/) {}
+
+  template <int kRows, typename T>
+  static HWY_INLINE void dots(const StreamTile<C>& tile, Index r, const T* data, Index j) {
+    stream_dots<kRows>(tile.q + r * tile.k.size, tile.k, data, j, tile.scores + r * tile_stride);
+  }
+
+  template <int kRows, typename T>
+  static HWY_INLINE void sum(const StreamTile<C>& tile, Index r, Index begin, Index end, const T* data, bool first,
+                             bool /*last*/) {
+    const Index n = lanes<C>();
+    const C* const s = tile.scores + r * tile_stride;
+    C* const target = tile.values + r * tile.v.size;
+    Index column = 0;
+    for (; column + 4 * n <= tile.v.size; column += 4 * n)
+      stream_sum<kRows, 4>(s, begin, end, tile.v, data, first, column, target);
+    for (; column < tile.v.size; column += n) stream_sum<kRows, 1>(s, begin, end, tile.v, data, first, column, target);
+  }
+};
+
+#if HWY_TARGET == HWY_AVX3_DL
+// The same with pairs of bfloat16, for rows of a multiple of 32 elements: the queries lie row by row, as they came, and
+// the weights are rounded.
+struct StreamPairs {
+  template <typename F>
+  static HWY_INLINE void with_data(const Rows& rows, F f) {
+    f(static_cast<const BFloat16*>(rows.data));
+  }
+
+  static void pack_query(const float* row, Index size, float* q, Index r) {
+    narrow_row(row, 1.0f, size, reinterpret_cast<BFloat16*>(q) + r * size);
+  }
+  static double query(const StreamTile<float>& tile, Index r, Index c) {
+    return static_cast<double>(reinterpret_cast<const BFloat16*>(tile.q)[r * tile.k.size + c]);
+  }
+  static void round(const StreamTile<float>& tile) {
+    for (Index r = 0; r < tile.columns.rows; ++r)
+      round_weights(tile.scores + r * tile_stride, tile.columns.begin, tile.columns.end,
+                    tile.weights + r * weight_stride);
+  }
+
+  template <int kRows>
+  static HWY_INLINE void dots(const StreamTile<float>& tile, Index r, const BFloat16* data, Index j) {
+    const Index size = tile.k.size;
+    const auto* const left = reinterpret_cast<const BFloat16*>(tile.q) + r * size;
+    const BFloat16* row[4];
+    for (Index i = 0; i < 4; ++i) row[i] = data + tile.k.at(std::min(j + i, tile.k.count - 1));
+    hn::Vec<Wide<float>> sum[kRows][4];
+    HEADRACE_UNROLL
+    for (int q = 0; q < kRows; ++q) {
+      HEADRACE_UNROLL
+      for (int i = 0; i < 4; ++i) sum[q][i] = hn::Zero(Wide<float>());
+    }
+    for (Index c = 0; c < size; c += kVectorOf16) {
+      HEADRACE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const __m512bh k = Unit<Pair>::load(reinterpret_cast<const Pair*>(row[i] + c));
+        HEADRACE_UNROLL
+        for (int q = 0; q < kRows; ++q) {
+          const __m512bh from_left = Unit<Pair>::load(reinterpret_cast<const Pair*>(left + q * size + c));
+          sum[q][i] = Unit<Pair>::multiply_add(from_left, k, sum[q][i]);
+        }
+      }
+    }
+    HEADRACE_UNROLL
+    for (int q = 0; q < kRows; ++q) sum_lanes(sum[q], tile.scores + (r + q) * tile_stride + j);
+  }
+
+  template <int kRows>
+  static HWY_INLINE void sum(const StreamTile<float>& tile, Index r, Index begin, Index end, const BFloat16* data,
+                             bool first, bool last) {
+    Index column = 0;
+    for (; column + 2 * kVectorOf16 <= tile.v.size; column += 2 * kVectorOf16)
+      sum_columns<kRows, 2>(tile, r, begin, end, data + column, first, last, tile.values + r * tile.v.size + column);
+    if (column < tile.v.size)
+      sum_columns<kRows, 1>(tile, r, begin, end, data + column, first, last, tile.values + r * tile.v.size + column);
+  }
+
+ private:
+  // For kVecs times 32 columns. Two rows of values are interleaved as the processor does it, in blocks of four elements
+  // of each: that is the order of the sums until the last call.
+  template <int kRows, int kVecs>
+  static HWY_INLINE void sum_columns(const StreamTile<float>& tile, Index r, Index begin, Index end,
+                                     const BFloat16* data, bool first, bool last, float* target) {
+    const Wide<float> d;
+    const Index size = tile.v.size;
+    hn::Vec<Wide<float>> sums[kRows][kVecs][2];
+    HEADRACE_UNROLL
+    for (int q = 0; q < kRows; ++q) {
+      HEADRACE_UNROLL
+      for (int v = 0; v < 2 * kVecs; ++v)
+        sums[q][v / 2][v % 2] = first ? hn::Zero(d) : hn::LoadU(d, target + q * size + v * 16);
+    }
+    for (Index j = begin; j < end; j += 2) {
+      const BFloat16 *const row0 = data + tile.v.at(j), *const row1 = j + 1 < end ? data + tile.v.at(j + 1) : row0;
+      HEADRACE_UNROLL
+      for (int v = 0; v < kVecs; ++v) {
+        const __m512i x = _mm512_loadu_si512(row0 + v * kVectorOf16), y = _mm512_loadu_si512(row1 + v * kVectorOf16);
+        const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
+        HEADRACE_UNROLL
+        for (int q = 0; q < kRows; ++q) {
+          const auto weight =
+              Unit<Pair>::fill(reinterpret_cast<const Pair*>(tile.weights + (r + q) * weight_stride + j));
+          sums[q][v][0] = Unit<Pair>::multiply_add(weight, Unit<Pair>::of_bits(low), sums[q][v][0]);
+          sums[q][v][1] = Unit<Pair>::multiply_add(weight, Unit<Pair>::of_bits(high), sums[q][v][1]);
+        }
+      }
+    }
+    HEADRACE_UNROLL
+    for (int q = 0; q < kRows; ++q) {
+      HEADRACE_UNROLL
+      for (int v = 0; v < kVecs; ++v) {
+        __m512 low = sums[q][v][0].raw, high = sums[q][v][1].raw;
+        if (last) {
+          const __m512i front = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+          const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
+          const __m512 ordered = _mm512_permutex2var_ps(low, front, high);
+          high = _mm512_permutex2var_ps(low, back, high);
+          low = ordered;
+        }
+        _mm512_storeu_ps(target + q * size + v * kVectorOf16, low);
+        _mm512_storeu_ps(target + q * size + v * kVectorOf16 + 16, high);
+      }
+    }
+  }
+};
+#endif
+
+// Calls f(first, integral_constant) for blocks of 4, 2 and 1 of `rows` rows.
+template <typename F>
+HWY_INLINE void for_row_blocks(Index rows, F f) {
+  Index r = 0;
+  for (; r + 4 <= rows; r += 4) f(r, std::integral_constant<int, 4>());
+  if (rows - r >= 2) {
+    f(r, std::integral_constant<int, 2>());
+    r += 2;
+  }
+  if (r < rows) f(r, std::integral_constant<int, 1>());
+}
+
+// Columns that any of the tiles sees.
+template <typename C>
+HWY_INLINE Range columns_of(std::span<const StreamTile<C>> tiles) {
+  Range all{tile_k, 0};
+  for (const StreamTile<C>& tile : tiles) {
+    if (tile.columns.begin < tile.columns.end)
+      all = {std::min(all.begin, tile.columns.begin), std::max(all.end, tile.columns.end)};
+  }
+  return all;
+}
+
+// scores[r][j] = q row r . key j for the columns of each tile: a few keys of all tiles in turn, which is how they lie
+// in memory.
+template <class Kernel, typename C>
+HWY_NOINLINE void stream_scores(std::span<const StreamTile<C>> tiles) {
+  constexpr Index together = 4;
+  const Range all = columns_of(tiles);
+  Kernel::with_data(tiles[0].k, [&](auto* data) HEADRACE_ATTR {
+    for (Index j = all.begin / together * together; j < all.end; j += together) {
+      for (const StreamTile<C>& tile : tiles) {
+        if (j + together <= tile.columns.begin || j >= tile.columns.end) continue;
+        for (Index i = 0; i < together; ++i) prefetch_row(tile.k, tile.v, tile.v.data, 0, data, j + i);
+        for_row_blocks(tile.columns.rows, [&]<int kRows>(Index r, std::integral_constant<int, kRows>)
+                                              HEADRACE_ATTR { Kernel::template dots<kRows>(tile, r, data, j); });
+      }
+    }
+  });
+}
+
+// Scores that are not finite once more in double: a partial sum may have overflowed where the score does not.
+template <class Kernel, typename C>
+HWY_NOINLINE void stream_scores_wide(const StreamTile<C>& tile) {
+  const auto [rows, begin, end] = tile.columns;
+  for (Index r = 0; r < rows; ++r) {
+    C* const scores = tile.scores + r * tile_stride;
+    if (all_finite(scores + begin, end - begin)) continue;
+    for (Index j = begin; j < end; ++j) {
+      if (std::isfinite(scores[j])) continue;
+      double sum = 0.0;
+      for (Index c = 0; c < tile.k.size; ++c) {
+        sum += Kernel::query(tile, r, c) * load_element(tile.k.data, tile.k.dtype, tile.k.at(j) + c);
+      }
+      scores[j] = static_cast<C>(sum);
+    }
+  }
+}
+
 // values[r] = sum over columns c in [begin, end) of scores[r][c] * value row c for the columns that each tile sees; a
 // chain of multiply-adds.
-template <typename C>
+template <class Kernel, typename C>
 HWY_NOINLINE void stream_values(std::span<const StreamTile<C>> tiles, Range columns) {
   constexpr Index together = 8;
-  const Index n = lanes<C>();
-  with_elements<C>(tiles[0].v.data, tiles[0].v.dtype, [&](auto* data) HEADRACE_ATTR {
+  Kernel::with_data(tiles[0].v, [&](auto* data) HEADRACE_ATTR {
     for (Index j = columns.begin; j < columns.end; j += together) {
       for (const StreamTile<C>& tile : tiles) {
-        const Index seen = std::max(columns.begin, tile.columns.begin);  // its first column here
-        const Index begin = std::max(j, seen), end = std::min({j + together, columns.end, tile.columns.end});
+        const Index first = std::max(columns.begin, tile.columns.begin);  // of the tile's columns here
+        const Index last = std::min(columns.end, tile.columns.end);
+        const Index begin = std::max(j, first), end = std::min(j + together, last);
         if (begin >= end) continue;
         for (Index r = begin; r < end; ++r) prefetch_row(tile.v, tile.k, tile.k.data, tile.k.count, data, r);
-        const bool first = begin == seen;
         for_row_blocks(tile.columns.rows, [&]<int kRows>(Index r, std::integral_constant<int, kRows>) HEADRACE_ATTR {
-          const C* const s = tile.scores + r * tile_stride;
-          C* const target = tile.values + r * tile.v.size;
-          Index column = 0;
-          for (; column + 4 * n <= tile.v.size; column += 4 * n)
-            stream_sum<kRows, 4>(s, begin, end, tile.v, data, first, column, target);
-          for (; column < tile.v.size; column += n)
-            stream_sum<kRows, 1>(s, begin, end, tile.v, data, first, column, target);
+          Kernel::template sum<kRows>(tile, r, begin, end, data, begin == first, end == last);
         });
       }
     }
