@@ -646,6 +646,7 @@ class ForwardTaskRun {
     TileState<C>& state = tiles_[t];
     const Index size = state.tile.size();
     state.begun = true;
+    if (t + 1 < task_.count) prefetch_rows(tiles_[t + 1].q_rows);
     if constexpr (requires { typename Products::Kernel; }) {
       state.q_magnitude = Products::pack_queries(state.q_rows, scaling_, state.q, scratch_.row);
     } else {

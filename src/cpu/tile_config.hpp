@@ -39,7 +39,7 @@ inline constexpr std::size_t shared_keys_bytes = std::size_t{17} << 20;
 inline constexpr Index task_state_part_of_l2 = 4;
 inline constexpr Index task_state_l2 = 2;
 inline constexpr Index max_tiles_per_task = 64;
-inline constexpr Index tasks_per_thread = 4;
+inline constexpr Index tasks_per_thread = 8;
 
 // Heads of a group are packed into one query tile where the sequence has at most this many rows.
 inline constexpr Index pack_heads_below = 32;

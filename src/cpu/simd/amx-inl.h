@@ -79,7 +79,7 @@ HWY_NOINLINE float amx_pack_keys(const Rows& rows, Index begin, Index end, BFloa
         row[r] = first + r < end ? load_bfloat16(data + rows.at(first + r), k, rows.size) : _mm512_setzero_si512();
         magnitude.see(row[r]);
       }
-      transpose_pairs(row);
+      transpose16(row);
       for (Index r = 0; r < kAmxRows; ++r) _mm512_storeu_si512(target + r * kAmxDepth, row[r]);
     }
   }

@@ -6,10 +6,8 @@
 #ifndef HEADRACE_UNROLL
 #if defined(__clang__)
 #define HEADRACE_UNROLL _Pragma("clang loop unroll(full)")
-#define HEADRACE_UNROLL_BY_2 _Pragma("clang loop unroll_count(2)")
 #else
 #define HEADRACE_UNROLL _Pragma("GCC unroll 16")
-#define HEADRACE_UNROLL_BY_2 _Pragma("GCC unroll 2")
 #endif
 #endif
 

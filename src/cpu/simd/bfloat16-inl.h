@@ -52,26 +52,6 @@ class BFloat16Magnitude {
   __m512i largest_;
 };
 
-// 16 x 16 pairs, transposed.
-HWY_INLINE void transpose_pairs(__m512i (&row)[16]) {
-  __m512i t[16];
-  HEADRACE_UNROLL
-  for (int i = 0; i < 16; i += 4) {  // blocks of four rows and four pairs
-    const __m512i a = _mm512_unpacklo_epi32(row[i], row[i + 1]), b = _mm512_unpackhi_epi32(row[i], row[i + 1]);
-    const __m512i c = _mm512_unpacklo_epi32(row[i + 2], row[i + 3]), d = _mm512_unpackhi_epi32(row[i + 2], row[i + 3]);
-    t[i] = _mm512_unpacklo_epi64(a, c), t[i + 1] = _mm512_unpackhi_epi64(a, c);
-    t[i + 2] = _mm512_unpacklo_epi64(b, d), t[i + 3] = _mm512_unpackhi_epi64(b, d);
-  }
-  HEADRACE_UNROLL
-  for (int i = 0; i < 4; ++i) {  // then the blocks: t[i], t[i + 4], ... hold pair i of each block of pairs
-    const __m512i a = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xDD);
-    const __m512i c = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88),
-                  d = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xDD);
-    row[i] = _mm512_shuffle_i32x4(a, c, 0x88), row[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
-    row[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), row[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
-  }
-}
-
 // A row of weights s[begin, end), rounded to bfloat16; zeros to the next multiple of 32. begin is one.
 HWY_INLINE void round_weights(const float* s, Index begin, Index end, BFloat16* weights) {
   for (Index c = begin; c < end; c += kVectorOf16) {

@@ -81,15 +81,10 @@ HWY_NOINLINE void gemm_block(Index depth, const T* HWY_RESTRICT a, Index a_strid
     HEADRACE_UNROLL
     for (int v = 0; v < kVecs; ++v) acc[r][v] = hn::Zero(d);
   }
-  constexpr Index ahead = 8;  // units of the right operand that are asked for: it comes from the L2 cache
-  HEADRACE_UNROLL_BY_2
   for (Index k = 0; k < depth; ++k) {
     decltype(U::load(b)) right[kVecs];
     HEADRACE_UNROLL
-    for (int v = 0; v < kVecs; ++v) {
-      __builtin_prefetch(b + ahead * b_step + v * n, 0, 3);
-      right[v] = U::load(b + v * n);
-    }
+    for (int v = 0; v < kVecs; ++v) right[v] = U::load(b + v * n);
     HEADRACE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const auto left = U::fill(kLeft == Left::packed ? a + r : a + r * U::stride_of_tile);

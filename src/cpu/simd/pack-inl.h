@@ -16,6 +16,7 @@
 #include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "describe/element.hpp"
+#include "describe/tensor_view.hpp"
 #include "hwy/highway.h"
 
 HEADRACE_BEFORE_NAMESPACE();
@@ -139,6 +140,16 @@ struct Rows {
   }
 };
 
+// Asks for the rows to be in the L2 cache soon.
+HWY_INLINE void prefetch_rows(const Rows& rows) {
+  constexpr Index line = 64;
+  const Index element = static_cast<Index>(dtype_size(rows.dtype));
+  for (Index r = 0; r < rows.count; ++r) {
+    const char* const row = static_cast<const char*>(rows.data) + rows.at(r) * element;
+    for (Index byte = 0; byte < rows.size * element; byte += line) __builtin_prefetch(row + byte, 0, 2);
+  }
+}
+
 // Brings the caller's rows into the L2 cache, a few lines at a time, while the products run. Rows of one head may lie
 // pages apart, where no hardware prefetcher follows, and to ask for many lines at once takes as long as to
 // read them. Not too far ahead either: rows a page apart share few sets of the cache and drive each other out.
@@ -248,6 +259,64 @@ HWY_INLINE float transpose_all(D d, const T* const* rows, Index size, float fact
   return hn::GetLane(hn::MaxOfLanes(d, magnitudes));
 }
 
+#undef HEADRACE_TRANSPOSES_16
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+#define HEADRACE_TRANSPOSES_16 1
+// 16 x 16 elements of 32 bits, transposed.
+HWY_INLINE void transpose16(__m512i (&row)[16]) {
+  __m512i t[16];
+  HEADRACE_UNROLL
+  for (int i = 0; i < 16; i += 4) {  // blocks of four rows and four columns
+    const __m512i a = _mm512_unpacklo_epi32(row[i], row[i + 1]), b = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+    const __m512i c = _mm512_unpacklo_epi32(row[i + 2], row[i + 3]), d = _mm512_unpackhi_epi32(row[i + 2], row[i + 3]);
+    t[i] = _mm512_unpacklo_epi64(a, c), t[i + 1] = _mm512_unpackhi_epi64(a, c);
+    t[i + 2] = _mm512_unpacklo_epi64(b, d), t[i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+  HEADRACE_UNROLL
+  for (int i = 0; i < 4; ++i) {  // then the blocks: t[i], t[i + 4], ... hold column i of each block of columns
+    const __m512i a = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xDD);
+    const __m512i c = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88),
+                  d = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xDD);
+    row[i] = _mm512_shuffle_i32x4(a, c, 0x88), row[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
+    row[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), row[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
+  }
+}
+
+// 16 rows of `size` values, a multiple of 16, times factor, transposed: value k of the first 8 rows stands at first[k *
+// stride], that of the others at second[k * stride]. Whole lines of each row are read: rows that lie a power of two
+// apart share few sets of the L1 cache. Returns the largest magnitude.
+template <typename T>
+HWY_INLINE float transpose_16_rows(const T* const* rows, Index size, float factor, float* first, float* second,
+                                   Index stride) {
+  const Wide<float> d;
+  const auto scale = hn::Set(d, factor);
+  auto magnitudes = hn::Zero(d);
+  for (Index k = 0; k < size; k += 16) {
+    __m512i row[16];
+    HEADRACE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      const auto values = hn::Mul(scale, load_widened(d, rows[i] + k));
+      magnitudes = hn::Max(hn::Abs(values), magnitudes);
+      row[i] = _mm512_castps_si512(values.raw);
+    }
+    transpose16(row);
+    HEADRACE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      const __m512 column = _mm512_castsi512_ps(row[i]);
+      if (second == first + 8) {
+        _mm512_storeu_ps(first + (k + i) * stride, column);
+      } else {
+        _mm256_storeu_ps(first + (k + i) * stride, _mm512_castps512_ps256(column));
+        _mm256_storeu_ps(second + (k + i) * stride, _mm512_extractf32x8_ps(column, 1));
+      }
+    }
+  }
+  return hn::GetLane(hn::MaxOfLanes(d, magnitudes));
+}
+#else
+#define HEADRACE_TRANSPOSES_16 0
+#endif
+
 // Groups of `group` rows with their values side by side: value k of row r, times factor, stands at
 // dst[(r / group) * size * group + k * group + r % group]. The last group is filled up with zeros.
 // This is the left operand of gemm (group = kBlockRows), and with keys as rows its right one (group =
@@ -267,6 +336,20 @@ HWY_NOINLINE C pack_transposed(const Rows& rows, Index begin, Index end, C facto
     };
     for (Index r = begin; r < end;) {
       C* const target = dst + r / group * rows.size * group + r % group;
+#if HEADRACE_TRANSPOSES_16
+      if constexpr (std::is_same_v<C, float>) {
+        if (end - r >= 16 && r % 16 == 0 && (group == 8 || group % 16 == 0)) {
+          const T* row[16];
+          for (Index i = 0; i < 16; ++i) row[i] = data + rows.at(r + i);
+          const Index packed = rows.size / 16 * 16;
+          float* const second = group == 8 ? target + rows.size * group : target + 8;
+          magnitude = std::max(magnitude, transpose_16_rows(row, packed, factor, target, second, group));
+          for (Index i = 0; i < 16; ++i) pack_rest(row[i], packed, i < 8 ? target + i : second + i - 8);
+          r += 16;
+          continue;
+        }
+      }
+#endif
       const Index in_group = std::min(end - r, group - r % group);
       const Index together = in_group >= most ? most : in_group >= 4 && most > 4 ? 4 : 1;
       const T* row[most];

@@ -86,7 +86,7 @@ HWY_NOINLINE inline float pack_pairs_transposed(const Rows& rows, Index begin, I
         row[i] = _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(first), 16),
                                  _mm512_and_si512(_mm512_castps_si512(second), upper));
       }
-      transpose_pairs(row);
+      transpose16(row);
       const Index here = std::min<Index>(16, pairs - k / 2);
       for (Index i = 0; i < here; ++i) _mm512_mask_storeu_epi32(target + (k / 2 + i) * group, lanes, row[i]);
     }
