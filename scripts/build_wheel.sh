@@ -18,7 +18,7 @@ if [[ -d build/release/cuda/store && ! -d build/python/cuda/store ]]; then
   cp -r build/release/cuda/store build/python/cuda/
 fi
 rm -rf build/wheel
-# The compiler's name and its flags are those of build/release, so that ccache has most objects from there.
+# The compiler's name and its flags are those of build/release, so that ccache has what does not format from there.
 CC=cc CXX=c++ "$tools/bin/python" -m pip wheel --disable-pip-version-check --no-deps -w build/wheel/plain \
   -C cmake.define.HEADRACE_WERROR=ON .
 PATH=$PWD/$tools/bin:$PATH auditwheel repair -w build/wheel build/wheel/plain/*.whl
