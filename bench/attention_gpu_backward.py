@@ -68,7 +68,7 @@ class Problem:
     """Tensors of a call [batch, n, heads, dim], filled from N(0, 1), and what runs on them."""
 
     def __init__(self, library, *, batch, n, heads, dim, causal, dtype=torch.bfloat16, heads_kv=None, bias=None):
-        self.library, self.causal, self.dtype = library, causal, dtype
+        self.api, self.causal, self.dtype = library, causal, dtype
         self.batch, self.n, self.heads, self.heads_kv, self.dim = batch, n, heads, heads_kv or heads, dim
         new = lambda h: torch.randn(batch, n, h, dim, device="cuda", dtype=dtype)  # noqa: E731
         self.tensors = {"q": new(heads), "k": new(self.heads_kv), "v": new(self.heads_kv), "dout": new(heads)}
@@ -87,7 +87,7 @@ class Problem:
         tensors.update(options.pop("outputs", {}) if which == BACKWARD else {})
         if which == BACKWARD:
             self.planned(FORWARD, **{k: v for k, v in options.items() if k != "deterministic"})()
-        return Planned(self.library, which, tensors, causal=int(self.causal), **options)
+        return Planned(self.api, which, tensors, causal=int(self.causal), **options)
 
     def checked_backward(self, kept=None, **options):
         """A backward pass whose gradients of the first and the last key head have been compared with float64."""
@@ -157,7 +157,7 @@ class Tables:
     that is left and notes what failed."""
 
     def __init__(self, library, product, run, *, small):
-        self.library, self.product, self.run, self.small = library, product, run, small
+        self.api, self.product, self.run, self.small = library, product, run, small
         self.rounds, self.turn_ms = (5, 40.0) if small else (7, 60.0)
 
     def race(self, contestants, rounds=None, **cudnn):
@@ -181,7 +181,7 @@ class Tables:
                     self.run("cells", {"dim": dim, "causal": causal, "n": n}, self.backward_cell)
 
     def backward_cell(self, dim, causal, n):
-        problem = of_grid(self.library, n, dim, causal)
+        problem = of_grid(self.api, n, dim, causal)
         contestants = {"headrace": problem.checked_backward(),
                        "headrace_deterministic": problem.checked_backward(deterministic=1)}
         if n == 16384:
@@ -205,7 +205,7 @@ class Tables:
                     self.run("both", {"dim": dim, "causal": causal, "n": n}, self.both_cell)
 
     def both_cell(self, dim, causal, n):
-        problem = of_grid(self.library, n, dim, causal)
+        problem = of_grid(self.api, n, dim, causal)
         forward = problem.planned(FORWARD)
         contestants = {}
         for name, deterministic in (("headrace", 0), ("headrace_deterministic", 1)):
@@ -224,8 +224,8 @@ class Tables:
             self.run("options", {"dim": 128, "causal": causal, "n": 4096}, self.dbias_cell)
 
     def float16_cell(self, dim, causal, n):
-        plain = of_grid(self.library, n, dim, causal)
-        problem = of_grid(self.library, n, dim, causal, dtype=torch.float16)
+        plain = of_grid(self.api, n, dim, causal)
+        problem = of_grid(self.api, n, dim, causal, dtype=torch.float16)
         contestants = {"headrace": plain.planned(BACKWARD), "headrace_float16": problem.checked_backward()}
         times = self.race(contestants, cudnn_float16=lambda: problem.cudnn()[1])
         return problem.cell("float16", times, 10.0, contestants)
@@ -233,20 +233,20 @@ class Tables:
     def grouped_cell(self, dim, causal, n):
         """32 query heads on 8 key heads, beside 32 on 32."""
         size = {"batch": max(1, TOKENS * 64 // (n * dim)), "n": n, "heads": 32, "dim": dim, "causal": causal}
-        plain, problem = Problem(self.library, **size), Problem(self.library, **size, heads_kv=8)
+        plain, problem = Problem(self.api, **size), Problem(self.api, **size, heads_kv=8)
         contestants = {"headrace": plain.planned(BACKWARD), "headrace_grouped": problem.checked_backward()}
         times = self.race(contestants, cudnn_grouped=lambda: problem.cudnn()[1])
         return problem.cell("grouped", times, 10.0, contestants)
 
     def dropout_cell(self, dim, causal, n):
         p, seed = 0.1, 7
-        small = Problem(self.library, batch=1, n=512, heads=4, dim=dim, causal=causal)
+        small = Problem(self.api, batch=1, n=512, heads=4, dim=dim, causal=causal)
         keep = torch.empty(1, 4, 512, 512, dtype=torch.bool)
-        self.library.hr_dropout_mask.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_uint64]
-        if self.library.hr_dropout_mask(ctypes.byref(Tensor.of(keep)), p, seed) != 0:
-            raise RuntimeError(self.library.hr_last_error().decode())
+        self.api.hr_dropout_mask.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_uint64]
+        if self.api.hr_dropout_mask(ctypes.byref(Tensor.of(keep)), p, seed) != 0:
+            raise RuntimeError(self.api.hr_last_error().decode())
         error = small.checked_backward(kept=keep[0].cuda().double() / (1 - p), dropout_p=p, seed=seed).error
-        problem = of_grid(self.library, n, dim, causal)
+        problem = of_grid(self.api, n, dim, causal)
         contestants = {"headrace": problem.planned(BACKWARD),
                        "headrace_dropout": problem.planned(BACKWARD, dropout_p=p, seed=seed)}
         contestants["headrace_dropout"].error = error
@@ -258,7 +258,7 @@ class Tables:
         heads = WIDTH // dim
         bias = torch.randn(1, heads, n, n, device="cuda", dtype=torch.bfloat16)
         size = {"batch": 1, "n": n, "heads": heads, "dim": dim, "causal": causal}
-        plain, problem = Problem(self.library, **size), Problem(self.library, **size, bias=bias)
+        plain, problem = Problem(self.api, **size), Problem(self.api, **size, bias=bias)
         contestants = {"headrace": plain.planned(BACKWARD), "headrace_bias": problem.checked_backward(),
                        "headrace_dbias": problem.checked_backward(outputs={"dbias": torch.empty_like(bias)})}
         cell = problem.cell("dbias", self.race(contestants), 10.0, contestants)
@@ -273,7 +273,7 @@ class Tables:
 
     def memory_cell(self, dim, causal, n):
         """What a backward pass needs beside its inputs and outputs."""
-        problem = Problem(self.library, batch=1, n=n, heads=16, dim=dim, causal=causal)
+        problem = Problem(self.api, batch=1, n=n, heads=16, dim=dim, causal=causal)
         dq_bytes = 4 * problem.tensors["dq"].numel()
         contestants, cell = {}, {}
         for name, deterministic in (("headrace", 0), ("headrace_deterministic", 1)):

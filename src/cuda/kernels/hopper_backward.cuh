@@ -11,9 +11,9 @@
 // Blocks of threads stay: each takes key tile after key tile, and loads the first queries of the next while it stores
 // what it made of the last.
 //
-// dq is summed in device memory, in float32, by bulk reductions out of shared memory. Deterministic: the key tiles of a
-// head add to a query tile's dq in a fixed order. They begin at different queries and follow one another round, so that
-// few ever wait; see turn_of().
+// dq is summed in device memory, in float32, by bulk reductions out of shared memory. In turns the key tiles of a head
+// add to a query tile's dq in a fixed order, and follow one another over the queries, so that few ever wait; see
+// turn_of().
 //
 // Constants of the compilation:
 // - FLOAT16: the type of q, k, v, out and their gradients: 1 float16, 0 bfloat16
@@ -22,7 +22,7 @@
 // - STAGES: steps of q and dout in shared memory
 // - PREFETCH: groups of 8 queries whose statistics are read a step ahead
 // - SMALL_SCALE: 0 < scale <= ln(2): it is folded into the exponent
-// - DETERMINISTIC
+// - DETERMINISTIC: key tiles take turns
 // - SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, DROPOUT: the options in use
 #if FLOAT16
 #define HEADRACE_MMA_TYPE "f16"
@@ -52,7 +52,8 @@ constexpr int kHalfFloats = 64 * 64;
 constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
 constexpr int kSenders = 3;  // of dq
 constexpr int kItems = 2;    // that are known ahead
-constexpr int kTurn = 4;     // barriers kTurn, kTurn + 1: the warpgroups' turns
+// Named barriers: kTurn, kTurn + 1 the warpgroups' turns, kTurn + 2, kTurn + 3 within one; 1 of both.
+constexpr int kTurn = 4;
 
 // ---- what a block of threads does ----
 

@@ -38,7 +38,9 @@ static_assert(KEYS == 64 && QUERIES == 64);
 constexpr int kPanelBytes = 64 * 128;
 constexpr int kRowPanels = kHeadPanels > kValuePanels ? kHeadPanels : kValuePanels;
 constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
-constexpr int kTurn = 1;  // barriers kTurn, kTurn + 1: the warpgroups' turns on the tensor cores
+// Named barriers: kTurn, kTurn + 1 the warpgroups' turns on the tensor cores, kTurn + 2 of both, kTurn + 3, kTurn + 4
+// within one.
+constexpr int kTurn = 1;
 // Whether the arithmetic on a step stands at the beginning of the loop over the steps, and not before it and at its
 // end: once instead of twice, where it is long.
 constexpr bool kPreparesFirst = kLongOptions > 1;
