@@ -154,7 +154,8 @@ struct VectorGradients {
   static C pack_keys(const Rows& rows, C* dst) { return pack_transposed(rows, C{1}, panel_width<C>(), dst); }
   static void scores(GradientTile<C>& tile, Index dim, const C* left, const C* right, bool wide, C* target) {
     if (wide) return score_product_wide(tile.groups, tile.group_count, dim, left, right, target);
-    score_product(tile.groups, tile.group_count, tile.keys.size(), dim, left, right, target, &tile.prefetcher);
+    score_product(tile.groups, tile.group_count, tile.keys.size(), dim, left, right, target, nullptr,
+                  &tile.prefetcher);
   }
   static void round(const GradientTile<C>& /*tile*/, const BackwardMemory<C>& /*memory*/) {}
   // p and the scores' gradients, as the products with dout, q and k read them.
@@ -179,7 +180,7 @@ struct PairGradients {
                      float* target) {
     const auto *a = reinterpret_cast<const Pair*>(left), *b = reinterpret_cast<const Pair*>(right);
     if (wide) return pair_score_product_wide(tile.groups, tile.group_count, pairs_of(dim), a, b, target);
-    score_product(tile.groups, tile.group_count, tile.keys.size(), pairs_of(dim), a, b, target, &tile.prefetcher);
+    score_product(tile.groups, tile.group_count, tile.keys.size(), pairs_of(dim), a, b, target, nullptr, &tile.prefetcher);
   }
   static void round(const GradientTile<float>& tile, const BackwardMemory<float>& memory) {
     const Index rows = tile.rows.rows, keys = tile.keys.size();
@@ -240,9 +241,9 @@ void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& t
       }
       if (begin == end) continue;
       begin /= elements;
-      gemm<Left::packed, Into::add>(keys, std::min<Index>(kBlockVecs, vecs - vec), ceil_div(end, elements) - begin,
-                                    units + begin * tile_stride + c, tile_stride, right.at(begin, vec),
-                                    panel_width<C>(), target + c * ld + vec * n, ld);
+      gemm<Left::transposed_tile, Into::add>(keys, std::min<Index>(kBlockVecs, vecs - vec),
+                                             ceil_div(end, elements) - begin, units + begin * tile_stride + c,
+                                             right.at(begin, vec), target + c * ld + vec * n, ld);
     }
   }
   for (Index bad = 0; bad < right.bad->count; ++bad) {

@@ -171,17 +171,24 @@ struct VectorProducts {
   static C pack_keys(const Rows& rows, Index begin, Index end, C* kt) {
     return pack_transposed(rows, begin, end, C{1}, panel_width<C>(), kt);
   }
-  static void scores(ScoreRules<C>& rules, const Step<C>& step, const KeyTile<VectorProducts>& key_tile, C* scores) {
+  // maxima: of the lanes of each row, -inf before; true if they are told.
+  static bool scores(ScoreRules<C>& rules, const Step<C>& step, const KeyTile<VectorProducts>& key_tile, C* scores,
+                     C* maxima) {
     const Index depth = rules.problem.head_dim;
     const C* const q = step.q + step.row * depth;
-    if (may_overflow(step.q_magnitude, static_cast<C>(key_tile.facts->k_magnitude), depth))
-      return score_product_wide(step.groups, step.group_count, depth, q, key_tile.kt, scores);
-    score_product(step.groups, step.group_count, key_tile.keys.size(), depth, q, key_tile.kt, scores);
+    if (may_overflow(step.q_magnitude, static_cast<C>(key_tile.facts->k_magnitude), depth)) {
+      score_product_wide(step.groups, step.group_count, depth, q, key_tile.kt, scores);
+      return false;
+    }
+    score_product(step.groups, step.group_count, key_tile.keys.size(), depth, q, key_tile.kt, scores, maxima);
+    return true;
   }
-  static void round_weights(const ForwardScratch<C>& /*scratch*/, Index /*r*/, Index /*begin*/, Index /*end*/) {}
+  static BFloat16* weights(const ForwardScratch<C>& /*scratch*/) { return nullptr; }
+  // kept: of softmax_rows, for each row of the step.
   static void add_values(const Step<C>& step, const ForwardScratch<C>& scratch, const KeyTile<VectorProducts>& key_tile,
-                         C* out, Index ld_out) {
-    add_tile_product(step.groups, step.group_count, scratch.scores, key_tile.v, out, ld_out, ld_out / lanes<C>());
+                         const C* kept, C* out, Index ld_out) {
+    add_tile_product<Into::scale_add>(step.groups, step.group_count, scratch.scores, key_tile.v, out, ld_out,
+                                      ld_out / lanes<C>(), kept);
   }
 };
 
@@ -219,22 +226,23 @@ struct PairProducts {
   static float pack_keys(const Rows& rows, Index begin, Index end, float* kt) {
     return pack_pairs_transposed(rows, begin, end, 1.0f, panel_width<float>(), reinterpret_cast<Pair*>(kt));
   }
-  static void scores(ScoreRules<float>& rules, const Step<float>& step, const KeyTile<PairProducts>& key_tile,
-                     float* scores) {
+  static bool scores(ScoreRules<float>& rules, const Step<float>& step, const KeyTile<PairProducts>& key_tile,
+                     float* scores, float* maxima) {
     const Index dim = rules.problem.head_dim, depth = pairs_of(dim);
     const auto* q = reinterpret_cast<const Pair*>(step.q) + step.row * depth;
     const auto* k = reinterpret_cast<const Pair*>(key_tile.kt);
-    if (may_overflow(step.q_magnitude, static_cast<float>(key_tile.facts->k_magnitude), dim))
-      return pair_score_product_wide(step.groups, step.group_count, depth, q, k, scores);
-    score_product(step.groups, step.group_count, key_tile.keys.size(), depth, q, k, scores);
+    if (may_overflow(step.q_magnitude, static_cast<float>(key_tile.facts->k_magnitude), dim)) {
+      pair_score_product_wide(step.groups, step.group_count, depth, q, k, scores);
+      return false;
+    }
+    score_product(step.groups, step.group_count, key_tile.keys.size(), depth, q, k, scores, maxima);
+    return true;
   }
-  static void round_weights(const ForwardScratch<float>& scratch, Index r, Index begin, Index end) {
-    HWY_NAMESPACE::round_weights(scratch.scores + r * tile_stride, begin, end, scratch.weights + r * weight_stride);
-  }
+  static BFloat16* weights(const ForwardScratch<float>& scratch) { return scratch.weights; }
   static void add_values(const Step<float>& step, const ForwardScratch<float>& scratch,
-                         const KeyTile<PairProducts>& key_tile, float* out, Index ld_out) {
-    add_tile_product(step.groups, step.group_count, reinterpret_cast<const Pair*>(scratch.weights), key_tile.v, out,
-                     ld_out, ld_out / lanes<float>());
+                         const KeyTile<PairProducts>& key_tile, const float* kept, float* out, Index ld_out) {
+    add_tile_product<Into::scale_add>(step.groups, step.group_count, reinterpret_cast<const Pair*>(scratch.weights),
+                                      key_tile.v, out, ld_out, ld_out / lanes<float>(), kept);
   }
 };
 
@@ -256,38 +264,44 @@ struct AmxProducts {
   static float pack_keys(const Rows& rows, Index begin, Index end, float* kt) {
     return amx_pack_keys(rows, begin, end, reinterpret_cast<BFloat16*>(kt));
   }
-  static void scores(ScoreRules<float>& rules, const Step<float>& step, const KeyTile<AmxProducts>& key_tile,
-                     float* scores) {
+  static bool scores(ScoreRules<float>& rules, const Step<float>& step, const KeyTile<AmxProducts>& key_tile,
+                     float* scores, float* /*maxima*/) {
     const Index depth = rules.problem.head_dim;
     const auto* q = reinterpret_cast<const BFloat16*>(step.q);
     const auto* k = reinterpret_cast<const BFloat16*>(key_tile.kt);
     if (may_overflow(step.q_magnitude, static_cast<float>(key_tile.facts->k_magnitude), depth)) {
       rules.scaling.after = 1;
-      return amx_score_product_wide(step.groups, step.group_count, depth, q, k, rules.problem.scale, scores);
+      amx_score_product_wide(step.groups, step.group_count, depth, q, k, rules.problem.scale, scores);
+    } else {
+      amx_score_product(step.groups, step.group_count, key_tile.keys.size(), depth, q, k, scores);
     }
-    amx_score_product(step.groups, step.group_count, key_tile.keys.size(), depth, q, k, scores);
+    return false;
   }
-  static void round_weights(const ForwardScratch<float>& scratch, Index r, Index begin, Index end) {
-    PairProducts::round_weights(scratch, r, begin, end);
-  }
+  static BFloat16* weights(const ForwardScratch<float>& scratch) { return scratch.weights; }
   static void add_values(const Step<float>& step, const ForwardScratch<float>& scratch,
-                         const KeyTile<AmxProducts>& key_tile, float* out, Index ld_out) {
+                         const KeyTile<AmxProducts>& key_tile, const float* kept, float* out, Index ld_out) {
+    for (Index g = 0; g < step.group_count; ++g) {
+      const Index first = g * kRows;
+      if (step.groups[g].begin < step.groups[g].end)
+        keep_output(kept + first, step.groups[g].rows, out + first * ld_out, ld_out);
+    }
     amx_add_product(step.groups, step.group_count, scratch.weights, key_tile.v, out, ld_out);
   }
 };
 #endif
 
 // The scores of a group of rows, from row `row` of the query tile on, to weights of values that are scaled by
-// value_scale; the rows' state moves to the new maxima.
+// value_scale; the rows' state moves to the new maxima, and their output is to be multiplied by kept. maxima: of the
+// lanes of each row of scores, or null. weights: where they go rounded to bfloat16, or null.
 template <Index kRows, typename C>
 void finish_weights(const Buffers& buffers, const ScoreRules<C>& head_rules, const TileState<C>& state, TileKind kind,
-                    const GroupColumns& columns, Index row, Index first_key, C value_scale, C* scores, C* temp,
-                    Index ld_out) {
+                    const GroupColumns& columns, Index row, Index first_key, C value_scale, C* scores, const C* maxima,
+                    BFloat16* weights, C* kept, C* temp, Index ld_out) {
   const Problem& p = head_rules.problem;
   const Index b = head_rules.b, n = lanes<C>();
   const QueryTile& tile = state.tile;
   const auto [rows, begin, end] = columns;
-  const Index rounded = begin + round_up(end - begin, n);
+  const Index rounded = begin + round_up(end - begin, 2 * n);
   C* const out = state.out + row * ld_out;
   const auto rules_of = [&](Index h) HEADRACE_ATTR {
     ScoreRules<C> rules(p, buffers, b, h);
@@ -295,29 +309,37 @@ void finish_weights(const Buffers& buffers, const ScoreRules<C>& head_rules, con
     return rules;
   };
   const bool plain = head_rules.plain(kind);
-  for (Index r = 0; r < rows; ++r) {
+  const bool whole = plain && end == rounded;  // as the product left them, and with its maxima
+  for (Index r = 0; r < rows && !whole; ++r) {
     C* s = scores + r * tile_stride;
-    if (plain) {
-      std::fill(s + end, s + rounded, kMinusInf<C>);
-    } else {
+    if (!plain) {
       const Index h = tile.head_of(row + r);
       finish_scores(h == tile.head ? head_rules : rules_of(h), kind, tile.row_of(row + r), first_key, begin, end, s,
                     static_cast<C*>(nullptr), temp);
     }
+    std::fill(s + end, s + rounded, kMinusInf<C>);
   }
-  softmax_rows<kRows>(scores, rows, begin, rounded, kLog2E<C> * head_rules.scaling.unit,
-                      SoftmaxRows<C>{state.max + row, state.sum + row * n, out, ld_out});
+  softmax_rows<kRows>(scores, rows, begin, rounded, kLog2E<C> * head_rules.scaling.unit, whole ? maxima : nullptr,
+                      SoftmaxRows<C>{state.max + row, state.sum + row * n}, kept, weights);
   const Dropout dropout{p.dropout_p, p.seed};
+  const bool drops = dropout.active();
   for (Index r = 0; r < rows; ++r) {
     C* s = scores + r * tile_stride;
-    if (dropout.active()) {
+    if (drops) {
       dropout_factors<C>(dropout, b, tile.head_of(row + r), tile.row_of(row + r), first_key, begin, end, temp);
       for (Index c = begin; c < end; ++c) s[c] *= temp[c];
     }
     C& row_scale = state.value_scale[row + r];
     if (value_scale != C{1} || row_scale != C{1}) {
       match_value_scale(value_scale, s, begin, end, &row_scale, out + r * ld_out, ld_out);
+    } else if (!drops) {
+      continue;
     }
+#if HWY_TARGET == HWY_AVX3_DL
+    if constexpr (std::is_same_v<C, float>) {
+      if (weights != nullptr) round_weights(s, begin, end, weights + r * weight_stride);
+    }
+#endif
   }
 }
 
@@ -329,19 +351,24 @@ void forward_step(const Buffers& buffers, ScoreRules<C>& head_rules, const TileS
   const QueryTile& tile = state.tile;
   const typename Products::Values& v = key_tile.v;
   C* const out = state.out + step.row * ld_out;
-  Products::scores(head_rules, step, key_tile, scratch.scores);
+  constexpr Index step_rows = Products::kGroups * Products::kRows;
+  HWY_ALIGN C maxima[step_rows * hn::MaxLanes(Wide<C>())];
+  C kept[step_rows + hn::MaxLanes(Wide<C>())];
+  std::fill_n(maxima, step_rows * lanes<C>(), kMinusInf<C>);
+  BFloat16* const weights = Products::weights(scratch);  // of all groups; null where they are not rounded
+  const bool told = Products::scores(head_rules, step, key_tile, scratch.scores, maxima);
   for (Index g = 0; g < step.group_count; ++g) {
     const GroupColumns& columns = step.groups[g];
     if (columns.begin >= columns.end) continue;
     const Index first = g * Products::kRows;
     finish_weights<Products::kRows>(buffers, head_rules, state, kind, columns, step.row + first, key_tile.keys.begin,
                                     static_cast<C>(key_tile.facts->value_scale), scratch.scores + first * tile_stride,
+                                    told ? maxima + first * lanes<C>() : nullptr,
+                                    weights == nullptr ? nullptr : weights + first * weight_stride, kept + first,
                                     scratch.row, ld_out);
-    for (Index r = first; r < first + columns.rows; ++r)
-      Products::round_weights(scratch, r, columns.begin, columns.end);
   }
 
-  Products::add_values(step, scratch, key_tile, out, ld_out);
+  Products::add_values(step, scratch, key_tile, kept, out, ld_out);
   for (Index bad = 0; bad < v.bad->count; ++bad) {
     const Index j = v.bad->rows[bad];
     for (Index r = 0; r < step.group_count * Products::kRows && step.row + r < tile.size(); ++r) {
@@ -614,8 +641,11 @@ class ForwardTaskRun {
       ScoreRules<C> rules(p_, buffers_, task_.sequence, state.tile.head);
       rules.scaling = scaling_;
       stream_scores_wide<typename Products::Kernel>(tiles[n]);
+      C kept[stream_rows + hn::MaxLanes(Wide<C>())];
       finish_weights<stream_rows>(buffers_, rules, state, kinds[n], tiles[n].columns, 0, keys.begin, C{1},
-                                  tiles[n].scores, scratch_.row, plan_.ld_out);
+                                  tiles[n].scores, static_cast<const C*>(nullptr), nullptr, kept, scratch_.row,
+                                  plan_.ld_out);
+      keep_output(kept, tiles[n].columns.rows, state.out, plan_.ld_out);
       Products::Kernel::round(tiles[n]);
     }
     constexpr Index longest_chain = 128;  // as in add_tile_product

@@ -186,7 +186,7 @@ ForwardPlan plan_forward(const Problem& p, const KernelTable& kernels, int threa
   plan.q = arena.add(bytes(rows * plan.ld_q));
   plan.scores = arena.add(bytes((packs ? plan.tile_rows : rows) * tile_stride));
   plan.out = arena.add(bytes(rows * plan.ld_out));
-  plan.max = arena.add(bytes(rows));
+  plan.max = arena.add(bytes(rows + lanes));  // whole vectors of it are read
   plan.sum = arena.add(bytes(rows * lanes));
   plan.value_scale = arena.add(bytes(rows));
   plan.row = arena.add(bytes(std::max(tile_stride, plan.ld_out)));

@@ -6,6 +6,8 @@
 #define HEADRACE_CPU_SIMD_GEMM_INL_H_
 #endif
 
+#include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "cpu/kernels.hpp"
@@ -46,7 +48,17 @@ struct Unit {
   static constexpr Index elements = 1;
   static constexpr Index stride_of_tile = tile_stride;
   static HWY_INLINE auto load(const C* p) { return hn::LoadU(Wide<C>(), p); }
-  static HWY_INLINE auto fill(const C* p) { return hn::Set(Wide<C>(), *p); }
+  static HWY_INLINE auto fill(const C* p) {
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+    // As an integer: on Zen 4 that takes no port which arithmetic could use, vbroadcastss does.
+    if constexpr (std::is_same_v<C, float>) {
+      std::int32_t bits;
+      std::memcpy(&bits, p, sizeof bits);
+      return hn::Vec<Wide<C>>{_mm512_castsi512_ps(_mm512_set1_epi32(bits))};
+    }
+#endif
+    return hn::Set(Wide<C>(), *p);
+  }
   template <class V>
   static HWY_INLINE V multiply_add(V left, V right, V sum) {
     return hn::MulAdd(left, right, sum);
@@ -55,24 +67,28 @@ struct Unit {
 
 // How the left operand lies in memory, counted in units.
 enum class Left {
-  packed,  // unit (row, k) at k * stride + row: groups of rows from pack_transposed, or a transposed tile
-  tile     // unit (row, k) at row * stride_of_tile + k: rows of a tile
+  packed,          // unit (row, k) at k * kBlockRows + row: groups of rows from pack_transposed
+  tile,            // unit (row, k) at row * stride_of_tile + k: rows of a tile
+  transposed_tile  // unit (row, k) at k * tile_stride + row: columns of a tile
 };
 
 // What becomes of the sum over k. Sums are added when they are complete and never go on from c: over
 // thousands of keys a single chain would drift where all terms have one sign.
 enum class Into {
-  store,  // c = sum
-  add     // c = c + sum
+  store,     // c = sum
+  add,       // c = c + sum
+  scale_add  // c = factor of the row * c + sum, rounded in between: so it matters not which part of a sum comes first
 };
 
-// c[row][n] = sum over units k < depth of a(row, k) * b[k * b_step + n], or as kInto says, for kRows rows and kVecs
-// vectors. The order of the sum depends on k alone, whatever the block an element falls in: so the bits of
+// c[row][n] = sum over units k < depth of a(row, k) * b[k * width of a panel + n], or as kInto says, for kRows rows and
+// kVecs vectors. The order of the sum depends on k alone, whatever the block an element falls in: so the bits of
 // a row do not depend on its neighbours.
 template <Left kLeft, Into kInto, int kRows, int kVecs, typename T, typename C = typename Unit<T>::Sum>
-HWY_NOINLINE void gemm_block(Index depth, const T* HWY_RESTRICT a, Index a_stride, const T* HWY_RESTRICT b,
-                             Index b_step, C* HWY_RESTRICT c, Index c_stride) {
+HWY_NOINLINE void gemm_block(Index depth, const T* HWY_RESTRICT a, const T* HWY_RESTRICT b, C* HWY_RESTRICT c,
+                             Index c_stride, [[maybe_unused]] const C* factors) {
   using U = Unit<T>;
+  constexpr Index row_step = kLeft == Left::tile ? U::stride_of_tile : 1;
+  constexpr Index unit_step = kLeft == Left::tile ? 1 : kLeft == Left::packed ? kBlockRows : tile_stride;
   const Wide<C> d;
   const Index n = lanes<C>();
   hn::Vec<Wide<C>> acc[kRows][kVecs];
@@ -87,36 +103,42 @@ HWY_NOINLINE void gemm_block(Index depth, const T* HWY_RESTRICT a, Index a_strid
     for (int v = 0; v < kVecs; ++v) right[v] = U::load(b + v * n);
     HEADRACE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const auto left = U::fill(kLeft == Left::packed ? a + r : a + r * U::stride_of_tile);
+      const auto left = U::fill(a + r * row_step);
       HEADRACE_UNROLL
       for (int v = 0; v < kVecs; ++v) acc[r][v] = U::multiply_add(left, right[v], acc[r][v]);
     }
-    b += b_step;
-    a += kLeft == Left::packed ? a_stride : 1;
+    b += kBlockVecs * n;
+    a += unit_step;
   }
   HEADRACE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     HEADRACE_UNROLL
     for (int v = 0; v < kVecs; ++v) {
       C* target = c + r * c_stride + v * n;
-      hn::StoreU(kInto == Into::add ? hn::Add(hn::LoadU(d, target), acc[r][v]) : acc[r][v], d, target);
+      auto sum = acc[r][v];
+      if constexpr (kInto == Into::add) sum = hn::Add(hn::LoadU(d, target), sum);
+      if constexpr (kInto == Into::scale_add) {
+        sum = hn::Add(hn::Mul(hn::LoadU(d, target), hn::Set(d, factors[r])), sum);
+      }
+      hn::StoreU(sum, d, target);
     }
   }
 }
 
 // The same for at most kBlockRows rows and at most kBlockVecs vectors.
 template <Left kLeft, Into kInto, typename T, typename C = typename Unit<T>::Sum>
-HWY_INLINE void gemm(Index rows, Index vecs, Index depth, const T* a, Index a_stride, const T* b, Index b_step, C* c,
-                     Index c_stride) {
-  constexpr Index row_step = kLeft == Left::packed ? 1 : Unit<T>::stride_of_tile;
+HWY_INLINE void gemm(Index rows, Index vecs, Index depth, const T* a, const T* b, C* c, Index c_stride,
+                     const C* factors = nullptr) {
+  constexpr Index row_step = kLeft == Left::tile ? Unit<T>::stride_of_tile : 1;
   const auto block = [&]<int kRows>(std::integral_constant<int, kRows>) {
     if (vecs == kBlockVecs) {
-      gemm_block<kLeft, kInto, kRows, kBlockVecs>(depth, a, a_stride, b, b_step, c, c_stride);
+      gemm_block<kLeft, kInto, kRows, kBlockVecs>(depth, a, b, c, c_stride, factors);
     } else {
-      gemm_block<kLeft, kInto, kRows, 1>(depth, a, a_stride, b, b_step, c, c_stride);
+      gemm_block<kLeft, kInto, kRows, 1>(depth, a, b, c, c_stride, factors);
     }
     a += kRows * row_step;
     c += kRows * c_stride;
+    if constexpr (kInto == Into::scale_add) factors += kRows;
   };
   if (rows == kBlockRows) return block(std::integral_constant<int, kBlockRows>());
   if constexpr (kBlockRows > 8) {

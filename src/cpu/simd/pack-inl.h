@@ -196,22 +196,27 @@ struct Magnitude {
   [[nodiscard]] HWY_INLINE C value() const { return hn::GetLane(hn::MaxOfLanes(Wide<C>(), largest)); }
 };
 
-// Columns [p * width, (p + 1) * width) of row r to dst[(p * count + r) * width]: panels that stay in the L1
-// cache while the rows of the left operand pass by, whatever the strides of the source. The last panel
+// Columns [p * width, (p + 1) * width) of row r to dst[(p * count + r) * width], width: kBlockVecs vectors: panels that
+// stay in the L1 cache while the rows of the left operand pass by, whatever the strides of the source. The last panel
 // is zeroed up to a vector. Rows [begin, end) only. Returns their largest magnitude; NaN may be passed over.
 template <typename C>
-HWY_NOINLINE C pack_panels(const Rows& rows, Index begin, Index end, Index width, C* dst) {
+HWY_NOINLINE C pack_panels(const Rows& rows, Index begin, Index end, C* dst) {
   const Wide<C> d;
-  const Index n = lanes<C>();
+  const Index n = lanes<C>(), width = kBlockVecs * n;
   Magnitude<C> magnitude;
   with_elements<C>(rows.data, rows.dtype, [&](auto* data) HEADRACE_ATTR {
     for (Index r = begin; r < end; ++r) {
-      for (Index c = 0; c < rows.size; c += width) {
-        const Index size = std::min(width, rows.size - c);
-        C* const target = dst + c * rows.count + r * width;
-        widen_row(data + rows.at(r) + c, size, target);
-        for (Index e = 0; e < size; e += n) magnitude.see(hn::LoadU(d, target + e));
+      const auto* const row = data + rows.at(r);
+      Index c = 0;
+      for (; c + n <= rows.size; c += n) {
+        const auto values = load_widened(d, row + c);
+        magnitude.see(values);
+        hn::StoreU(values, d, dst + c / width * width * rows.count + r * width + c % width);
       }
+      if (c == rows.size) continue;
+      C* const target = dst + c / width * width * rows.count + r * width + c % width;
+      widen_row(row + c, rows.size - c, target);
+      magnitude.see(hn::LoadU(d, target));
     }
   });
   return magnitude.value();

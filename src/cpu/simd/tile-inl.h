@@ -88,13 +88,28 @@ HWY_NOINLINE void score_product_wide(const GroupColumns* groups, Index group_cou
   }
 }
 
+// Lane by lane, maxima become the larger of themselves and a panel of scores; NaN may be passed over.
+template <typename C>
+HWY_INLINE void see_maxima(Index rows, const C* HWY_RESTRICT scores, C* HWY_RESTRICT maxima) {
+  const Wide<C> d;
+  const Index n = lanes<C>();
+  for (Index r = 0; r < rows; ++r) {
+    const C* const s = scores + r * tile_stride;
+    auto largest = hn::LoadU(d, maxima + r * n);
+    HEADRACE_UNROLL
+    for (int v = 0; v < kBlockVecs; ++v) largest = hn::Max(hn::LoadU(d, s + v * n), largest);
+    hn::StoreU(largest, d, maxima + r * n);
+  }
+}
+
 // scores[r][c] = left row r . right row c, for the columns that each group needs; depth: units of a row. left:
 // pack_transposed by kBlockRows; right: pack_transposed by the panel width. One panel stays in the L1 cache for all
 // rows. Products of more than 64 units are summed in pieces: where all products have one sign, the error of a single
 // chain grows beyond what is promised of lse.
 template <typename T, typename C = typename Unit<T>::Sum>
 HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth, const T* left,
-                                const T* right, C* scores, Prefetcher* prefetcher = nullptr) {
+                                const T* right, C* scores, std::type_identity_t<C>* maxima,
+                                Prefetcher* prefetcher = nullptr) {
   constexpr Index piece = 64;
   const Index width = panel_width<C>();
   for (Index c = 0; c < keys; c += width) {
@@ -104,12 +119,12 @@ HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, I
       const T* b = right + c * depth;
       C* target = scores + g * kBlockRows * tile_stride + c;
       if (prefetcher != nullptr) prefetcher->step();
-      gemm<Left::packed, Into::store>(groups[g].rows, kBlockVecs, std::min(piece, depth), a, kBlockRows, b, width,
-                                      target, tile_stride);
+      gemm<Left::packed, Into::store>(groups[g].rows, kBlockVecs, std::min(piece, depth), a, b, target, tile_stride);
       for (Index k = piece; k < depth; k += piece) {
         gemm<Left::packed, Into::add>(groups[g].rows, kBlockVecs, std::min(piece, depth - k), a + k * kBlockRows,
-                                      kBlockRows, b + k * width, width, target, tile_stride);
+                                      b + k * width, target, tile_stride);
       }
+      if (maxima != nullptr) see_maxima(groups[g].rows, target, maxima + g * kBlockRows * lanes<C>());
     }
   }
 }
@@ -142,7 +157,7 @@ struct RightRows : HiddenRows<C> {
   RightRows(const Rows& rows, C* memory, BadRows* bad_rows) : HiddenRows<C>{rows, bad_rows}, panels(memory) {}
 
   // Rows [begin, end). Returns their largest magnitude; NaN may be passed over.
-  C pack(Index begin, Index end) { return pack_panels(source, begin, end, panel_width<C>(), panels); }
+  C pack(Index begin, Index end) { return pack_panels(source, begin, end, panels); }
 
   // Row r from its vector `vec` on, a multiple of kBlockVecs. Rows are a panel's width apart.
   [[nodiscard]] const C* at(Index r, Index vec) const {
@@ -179,10 +194,10 @@ struct RightRows : HiddenRows<C> {
 };
 
 // target[row] += sum over columns c of tile[row][c] * right row c, for the columns that each group of rows
-// needs. vecs: vectors of a row of the target.
-template <class Right, typename T, typename C = typename Unit<T>::Sum>
+// needs. vecs: vectors of a row of the target. kInto: add; or scale_add, with one factor for each row of the tile.
+template <Into kInto = Into::add, class Right, typename T, typename C = typename Unit<T>::Sum>
 HWY_NOINLINE void add_tile_product(const GroupColumns* groups, Index group_count, const T* tile, const Right& right,
-                                   C* target, Index target_stride, Index vecs) {
+                                   C* target, Index target_stride, Index vecs, const C* factors = nullptr) {
   constexpr Index elements = Unit<T>::elements;
   // A panel of this many units (16 KiB) and the rows of the tile against it fit the L1 cache.
   constexpr Index depth_block = 128;
@@ -193,10 +208,17 @@ HWY_NOINLINE void add_tile_product(const GroupColumns* groups, Index group_count
         const Index begin = std::max(first, groups[g].begin / elements);
         const Index end = std::min(first + depth_block, ceil_div(groups[g].end, elements));
         if (begin >= end) continue;
-        gemm<Left::tile, Into::add>(groups[g].rows, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
-                                    tile + g * kBlockRows * Unit<T>::stride_of_tile + begin, 0, right.at(begin, vec),
-                                    panel_width<C>(), target + g * kBlockRows * target_stride + vec * lanes<C>(),
-                                    target_stride);
+        const auto multiply = [&]<Into kHow>(std::integral_constant<Into, kHow>) HEADRACE_ATTR {
+          gemm<Left::tile, kHow>(groups[g].rows, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
+                                 tile + g * kBlockRows * Unit<T>::stride_of_tile + begin, right.at(begin, vec),
+                                 target + g * kBlockRows * target_stride + vec * lanes<C>(),
+                                 target_stride, kHow == Into::scale_add ? factors + g * kBlockRows : nullptr);
+        };
+        if (kInto == Into::scale_add && begin == groups[g].begin / elements) {
+          multiply(std::integral_constant<Into, kInto>());
+        } else {
+          multiply(std::integral_constant<Into, Into::add>());
+        }
       }
     }
   }
