@@ -31,7 +31,7 @@ namespace headrace::cpu::HWY_NAMESPACE {
 // The memory of one task: its thread's scratch, and the row statistics that all tasks share.
 template <typename C>
 struct BackwardMemory {
-  C *q, *dout, *q_rows, *dout_rows, *kt, *vt, *k_rows, *p, *ds, *dk, *dv, *row, *dbias;
+  C *q, *dout, *kt, *vt, *k_rows, *p, *ds, *dk, *dv, *row, *dbias;
   BFloat16 *p_pairs, *ds_pairs, *ds_rounded;
   C *delta, *lse, *dq_accumulator;
   std::int32_t* turns;
@@ -43,7 +43,6 @@ struct BackwardMemory {
         turns(reinterpret_cast<std::int32_t*>(workspace.shared + plan.turns)) {
     std::byte* scratch = workspace.scratch;
     q = at(scratch, plan.q), dout = at(scratch, plan.dout);
-    q_rows = at(scratch, plan.q_rows), dout_rows = at(scratch, plan.dout_rows);
     kt = at(scratch, plan.kt), vt = at(scratch, plan.vt), k_rows = at(scratch, plan.k_rows);
     p = at(scratch, plan.p), ds = at(scratch, plan.ds);
     dk = at(scratch, plan.dk), dv = at(scratch, plan.dv);
@@ -74,11 +73,28 @@ struct GradientTile {
   QueryTile rows;
   Range keys;
   TileKind kind = TileKind::hidden;
+  const C *q = nullptr, *dout = nullptr;  // packed for the products with k and v
+  // What will be read next: bytes of packed queries, counted from q; or rows of the caller.
+  Range ahead;
+  Rows rows_ahead[2];
   C q_magnitude = 0, k_magnitude = 0, dout_magnitude = 0, v_magnitude = 0;
   GroupColumns groups[kMaxGroups];
   Index group_count = 0;
-  Rows next_q, next_dout;  // of the tile after this one, to be prefetched; none where count is 0
-  Prefetcher prefetcher;
+
+  // Asks for a part of what will be read next, that of row r, to be in the L2 cache soon: to ask for all of it at once
+  // would take as long as to read it.
+  void prefetch(Index r) const {
+    constexpr Index line = 64;
+    const auto lines = [](const void* data, Index begin, Index end, Index step) {
+      for (Index byte = begin; byte < end; byte += step)
+        __builtin_prefetch(static_cast<const char*>(data) + byte, 0, 2);
+    };
+    lines(q, ahead.begin + r * line, ahead.end, rows.rows * line);
+    for (const Rows& source : rows_ahead) {
+      const Index element = static_cast<Index>(dtype_size(source.dtype));
+      if (r < source.count) lines(source.data, source.at(r) * element, (source.at(r) + source.size) * element, line);
+    }
+  }
 };
 
 // The part of a score's gradient that a caller needs.
@@ -154,8 +170,7 @@ struct VectorGradients {
   static C pack_keys(const Rows& rows, C* dst) { return pack_transposed(rows, C{1}, panel_width<C>(), dst); }
   static void scores(GradientTile<C>& tile, Index dim, const C* left, const C* right, bool wide, C* target) {
     if (wide) return score_product_wide(tile.groups, tile.group_count, dim, left, right, target);
-    score_product(tile.groups, tile.group_count, tile.keys.size(), dim, left, right, target, nullptr,
-                  &tile.prefetcher);
+    score_product(tile.groups, tile.group_count, tile.keys.size(), dim, left, right, target, nullptr);
   }
   static void round(const GradientTile<C>& /*tile*/, const BackwardMemory<C>& /*memory*/) {}
   // p and the scores' gradients, as the products with dout, q and k read them.
@@ -180,7 +195,7 @@ struct PairGradients {
                      float* target) {
     const auto *a = reinterpret_cast<const Pair*>(left), *b = reinterpret_cast<const Pair*>(right);
     if (wide) return pair_score_product_wide(tile.groups, tile.group_count, pairs_of(dim), a, b, target);
-    score_product(tile.groups, tile.group_count, tile.keys.size(), pairs_of(dim), a, b, target, nullptr, &tile.prefetcher);
+    score_product(tile.groups, tile.group_count, tile.keys.size(), pairs_of(dim), a, b, target, nullptr);
   }
   static void round(const GradientTile<float>& tile, const BackwardMemory<float>& memory) {
     const Index rows = tile.rows.rows, keys = tile.keys.size();
@@ -212,12 +227,13 @@ void gradient_tile(const ScoreRules<C>& rules, GradientTile<C>& tile, Gradient g
   for (Index g = 0; g < tile.group_count; ++g) {
     tile.groups[g] = group_columns<C>(rules.vis, tile.kind, tile.rows, g, tile.keys.begin, tile.keys.size());
   }
-  Gradients::scores(tile, p.head_dim, memory.q, memory.kt, may_overflow(tile.q_magnitude, tile.k_magnitude, p.head_dim),
+  Gradients::scores(tile, p.head_dim, tile.q, memory.kt, may_overflow(tile.q_magnitude, tile.k_magnitude, p.head_dim),
                     memory.p);
-  Gradients::scores(tile, p.value_dim, memory.dout, memory.vt,
+  Gradients::scores(tile, p.value_dim, tile.dout, memory.vt,
                     may_overflow(tile.dout_magnitude, tile.v_magnitude, p.value_dim), memory.ds);
   for (Index r = 0; r < tile.rows.rows; ++r) {
     const GroupColumns& group = tile.groups[r / kBlockRows];
+    tile.prefetch(r);
     gradient_row(rules, tile, gradient, tile.rows.row + r, group.begin, group.end, lse[r], delta[r],
                  memory.p + r * tile_stride, memory.ds + r * tile_stride, memory.row);
   }
@@ -280,17 +296,45 @@ void pack_keys(const Problem& p, const Buffers& buffers, Index b, Index head_kv,
   tile.v_magnitude = Gradients::pack_keys(rows_of(p, buffers.v, p.v, b, head_kv, first, count, p.value_dim), memory.vt);
 }
 
-// Packs q and dout of the tile's rows for the products with k and v.
-template <class Gradients, typename C = typename Gradients::Number>
-void pack_queries(const Problem& p, const Buffers& buffers, Index b, GradientTile<C>& tile,
-                  const BackwardMemory<C>& memory) {
-  const Index h = tile.rows.head, count = tile.rows.rows;
-  const Index first = p.sequences[static_cast<std::size_t>(b)].q_begin + tile.rows.row;
-  tile.q_magnitude =
-      Gradients::pack_left(rows_of(p, buffers.q, p.q, b, h, first, count, p.head_dim), Scaling<C>(p).before, memory.q);
-  tile.dout_magnitude =
-      Gradients::pack_left(rows_of(p, buffers.dout, p.dout, b, h, first, count, p.value_dim), C{1}, memory.dout);
-}
+// q and dout of a query tile, packed: as left operands of the products with k and v, and as right ones of those with p
+// and ds.
+template <class Gradients>
+struct QueryOperands {
+  using C = typename Gradients::Number;
+
+  Rows q_source, dout_source;
+  C *q, *dout;
+  PackedQueries* facts;
+  typename Gradients::Right q_rows, dout_rows;
+
+  QueryOperands(const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, Index query_tile,
+                Workspace workspace) {
+    const Problem& p = *plan.problem;
+    const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
+    const Index row = query_tile * tile_q, count = std::min(tile_q, seq.q_len - row);
+    q_source = rows_of(p, buffers.q, p.q, b, h, seq.q_begin + row, count, p.head_dim);
+    dout_source = rows_of(p, buffers.dout, p.dout, b, h, seq.q_begin + row, count, p.value_dim);
+    std::byte* const memory = plan.shares_queries
+                                  ? workspace.shared + plan.queries +
+                                        static_cast<std::size_t>(plan.tile_number(b, h, query_tile)) * plan.tile_bytes
+                                  : workspace.scratch + plan.own_tile;
+    q = reinterpret_cast<C*>(memory);
+    dout = reinterpret_cast<C*>(memory + plan.tile_dout);
+    facts = reinterpret_cast<PackedQueries*>(memory + plan.tile_facts);
+    q_rows = {q_source, reinterpret_cast<C*>(memory + plan.tile_q_rows), &facts->q};
+    dout_rows = {dout_source, reinterpret_cast<C*>(memory + plan.tile_dout_rows), &facts->dout};
+  }
+
+  void pack(C q_factor) {
+    *facts = {};
+    facts->q_magnitude = static_cast<double>(Gradients::pack_left(q_source, q_factor, q));
+    facts->dout_magnitude = static_cast<double>(Gradients::pack_left(dout_source, C{1}, dout));
+    q_rows.pack(0, q_source.count);
+    dout_rows.pack(0, dout_source.count);
+    q_rows.isolate_bad();
+    dout_rows.isolate_bad();
+  }
+};
 
 template <typename C>
 void write_rows(const C* rows, Index ld, const Rows& target, void* data) {
@@ -337,38 +381,33 @@ void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t
                     &bad_keys);
           k.pack(0, key_count);
         }
+        QueryOperands<Gradients> queries(plan, buffers, b, h, query_tile, workspace);
+        if (!plan.shares_queries) queries.pack(rules.scaling.before);
         tile.rows = {.head = h, .heads = 1, .row = rows.begin, .rows = rows.size()};
-        pack_queries<Gradients>(p, buffers, b, tile, memory);
-        const Index next = seq.q_begin + rows.end, next_count = std::min(tile_q, seq.q_len - rows.end);
-        tile.next_q = rows_of(p, buffers.q, p.q, b, h, next, next_count, p.head_dim);
-        tile.next_dout = rows_of(p, buffers.dout, p.dout, b, h, next, next_count, p.value_dim);
-        tile.prefetcher = {};
-        tile.prefetcher.add(tile.next_q, 0, next_count);
-        tile.prefetcher.add(tile.next_dout, 0, next_count);
-        tile.prefetcher.start(2 * ceil_div(tile.rows.size(), kBlockRows) * ceil_div(key_count, panel_width<C>()));
+        tile.q = queries.q;
+        tile.dout = queries.dout;
+        const Index bytes = static_cast<Index>(plan.tile_bytes);
+        const bool is_last = query_tile + 1 == query_tiles;
+        tile.ahead = plan.shares_queries && !is_last ? Range{bytes, 2 * bytes} : Range{};
+        tile.rows_ahead[0] = tile.rows_ahead[1] = {};
+        if (!plan.shares_queries && !is_last) {
+          const Index next = seq.q_begin + rows.end, count = std::min(tile_q, seq.q_len - rows.end);
+          tile.rows_ahead[0] = rows_of(p, buffers.q, p.q, b, h, next, count, p.head_dim);
+          tile.rows_ahead[1] = rows_of(p, buffers.dout, p.dout, b, h, next, count, p.value_dim);
+        }
+        tile.q_magnitude = static_cast<C>(queries.facts->q_magnitude);
+        tile.dout_magnitude = static_cast<C>(queries.facts->dout_magnitude);
         const Index statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin;
         gradient_tile<Gradients>(rules, tile, Gradient::score, memory.lse + statistics, memory.delta + statistics,
                                  memory);
         Gradients::round(tile, memory);
 
-        const Index q_first = seq.q_begin + rows.begin;
-        BadRows bad_q, bad_dout;
-        Right q(rows_of(p, buffers.q, p.q, b, h, q_first, rows.size(), p.head_dim), memory.q_rows, &bad_q);
-        Right dout(rows_of(p, buffers.dout, p.dout, b, h, q_first, rows.size(), p.value_dim), memory.dout_rows,
-                   &bad_dout);
-        q.pack(0, rows.size());
-        dout.pack(0, rows.size());
-        if (rules.hides(tile.kind)) {
-          q.isolate_bad();
-          dout.isolate_bad();
-          k.isolate_bad();
-        }
-        add_transposed_product(rules, tile, memory.p, Gradients::p(memory), dout, memory.dv, plan.ld_v);
-        add_transposed_product(rules, tile, memory.ds, Gradients::ds(memory), q, memory.dk, plan.ld_q);
+        if (rules.hides(tile.kind)) k.isolate_bad();
+        add_transposed_product(rules, tile, memory.p, Gradients::p(memory), queries.dout_rows, memory.dv, plan.ld_v);
+        add_transposed_product(rules, tile, memory.ds, Gradients::ds(memory), queries.q_rows, memory.dk, plan.ld_q);
       }
 
-      std::atomic_ref<std::int32_t> turn(
-          memory.turns[plan.turn_offset[static_cast<std::size_t>(b)] + h * query_tiles + query_tile]);
+      std::atomic_ref<std::int32_t> turn(memory.turns[plan.tile_number(b, h, query_tile)]);
       const std::int32_t mine = static_cast<std::int32_t>(task.key_tile - first_turn);
       while (turn.load(std::memory_order_acquire) != mine) sched_yield();
       if (tile.kind != TileKind::hidden) {
@@ -393,9 +432,10 @@ void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t
              buffers.dv);
 }
 
-// delta = dout . out - dlse and lse of every row, in C; dq's accumulators and the turns set to zero.
-template <typename C>
+// delta = dout . out - dlse and lse of every row, in C; packed queries; dq's accumulators and the turns set to zero.
+template <class Gradients>
 void prepare(const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, Workspace workspace) {
+  using C = typename Gradients::Number;
   const Problem& p = *plan.problem;
   const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
   const BackwardMemory<C> memory(plan, workspace);
@@ -435,8 +475,11 @@ void prepare(const BackwardPlan& plan, const Buffers& buffers, Index b, Index h,
       std::fill_n(memory.dq_accumulator + (statistics + i) * plan.ld_q, plan.ld_q, C{0});
     }
   }
-  const Index query_tiles = ceil_div(seq.q_len, tile_q);
-  std::fill_n(memory.turns + plan.turn_offset[static_cast<std::size_t>(b)] + h * query_tiles, query_tiles, 0);
+  for (Index query_tile = 0; query_tile < ceil_div(seq.q_len, tile_q); ++query_tile) {
+    if (plan.shares_queries)
+      QueryOperands<Gradients>(plan, buffers, b, h, query_tile, workspace).pack(Scaling<C>(p).before);
+    memory.turns[plan.tile_number(b, h, query_tile)] = 0;
+  }
 }
 
 template <typename C>
@@ -501,7 +544,13 @@ void bias_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t ind
           if (!packed) pack_keys<VectorGradients<C>>(p, buffers, b, h / p.group(), tile, memory);
           packed = true;
           tile.rows = {.head = h, .heads = 1, .row = rows.begin, .rows = rows.size()};
-          pack_queries<VectorGradients<C>>(p, buffers, b, tile, memory);
+          const Index first = seq.q_begin + rows.begin;
+          tile.q_magnitude = VectorGradients<C>::pack_left(
+              rows_of(p, buffers.q, p.q, b, h, first, rows.size(), p.head_dim), Scaling<C>(p).before, memory.q);
+          tile.dout_magnitude = VectorGradients<C>::pack_left(
+              rows_of(p, buffers.dout, p.dout, b, h, first, rows.size(), p.value_dim), C{1}, memory.dout);
+          tile.q = memory.q;
+          tile.dout = memory.dout;
           const Index statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin;
           gradient_tile<VectorGradients<C>>(rules, tile, Gradient::bias, memory.lse + statistics,
                                             memory.delta + statistics, memory);
@@ -536,8 +585,11 @@ void add_backward(KernelTable& table) {
   table.pairs = true;
 #endif
   table.backward_prepare = [](const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, Workspace workspace) {
-    plan.problem->dtype == HR_FLOAT64 ? prepare<double>(plan, buffers, b, h, workspace)
-                                      : prepare<float>(plan, buffers, b, h, workspace);
+#if HWY_TARGET == HWY_AVX3_DL
+    if (plan.pairs) return prepare<PairGradients>(plan, buffers, b, h, workspace);
+#endif
+    plan.problem->dtype == HR_FLOAT64 ? prepare<VectorGradients<double>>(plan, buffers, b, h, workspace)
+                                      : prepare<VectorGradients<float>>(plan, buffers, b, h, workspace);
   };
   table.backward = [](const BackwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
 #if HWY_TARGET == HWY_AVX3_DL

@@ -13,12 +13,12 @@ BackwardPlan plan_backward(const Problem& p, const KernelTable& kernels) {
   // Pairs take half the memory.
   plan.tile_keys = (p.head_dim + p.value_dim) / (plan.pairs ? 2 : 1) <= backward_wide_below ? tile_k : tile_k / 2;
 
-  Index rows = 0, turns = 0;
+  Index rows = 0, tiles = 0;
   for (const Sequence& seq : p.sequences) {
     plan.row_offset.push_back(rows);
-    plan.turn_offset.push_back(turns);
+    plan.tile_offset.push_back(tiles);
     rows += p.heads_q * seq.q_len;
-    turns += p.heads_q * ceil_div(seq.q_len, tile_q);
+    tiles += p.heads_q * ceil_div(seq.q_len, tile_q);
   }
   // Key tiles outermost: neighbouring tasks then belong to different heads and do not wait for each other.
   const Index key_tiles = ceil_div(p.seqlen_k, plan.tile_keys);
@@ -58,10 +58,6 @@ BackwardPlan plan_backward(const Problem& p, const KernelTable& kernels) {
   const Index tile_rows = round_up(tile_q, kernels.rows), padded_keys = plan.tile_keys + 2 * lanes;
   const auto panels = [&](Index size) { return round_up(size, 2 * lanes); };
   Arena scratch;
-  plan.q = scratch.add(bytes(tile_rows * p.head_dim));
-  plan.dout = scratch.add(bytes(tile_rows * p.value_dim));
-  plan.q_rows = scratch.add(bytes(tile_q * panels(p.head_dim)));
-  plan.dout_rows = scratch.add(bytes(tile_q * panels(p.value_dim)));
   plan.kt = scratch.add(bytes(padded_keys * p.head_dim));
   plan.vt = scratch.add(bytes(padded_keys * p.value_dim));
   plan.k_rows = scratch.add(bytes(plan.tile_keys * panels(p.head_dim)));
@@ -74,14 +70,34 @@ BackwardPlan plan_backward(const Problem& p, const KernelTable& kernels) {
     for (std::size_t* part : {&plan.p_pairs, &plan.ds_pairs, &plan.ds_rounded})
       *part = scratch.add(bytes(tile_rows * tile_stride));
   }
-  if (p.need_dbias) plan.dbias = scratch.add(bytes(tile_q * tile_stride));
+  if (p.need_dbias) {
+    plan.q = scratch.add(bytes(tile_rows * p.head_dim));
+    plan.dout = scratch.add(bytes(tile_rows * p.value_dim));
+    plan.dbias = scratch.add(bytes(tile_q * tile_stride));
+  }
   plan.scratch_bytes = scratch.bytes;
 
   Arena shared;
   plan.delta = shared.add(bytes(rows));
   plan.lse = shared.add(bytes(rows));
-  plan.turns = shared.add(static_cast<std::size_t>(turns) * sizeof(std::int32_t));
+  plan.turns = shared.add(static_cast<std::size_t>(tiles) * sizeof(std::int32_t));
   if (!plan.dq_direct) plan.dq_accumulator = shared.add(bytes(rows * plan.ld_q));
+  Arena tile;
+  const auto operand = [&](Index elements) { return bytes(elements) / (plan.pairs ? 2 : 1); };
+  tile.add(operand(tile_rows * round_up(p.head_dim, 2)));
+  plan.tile_dout = tile.add(operand(tile_rows * round_up(p.value_dim, 2)));
+  plan.tile_q_rows = tile.add(operand(tile_q * panels(p.head_dim)));
+  plan.tile_dout_rows = tile.add(operand(tile_q * panels(p.value_dim)));
+  plan.tile_facts = tile.add(sizeof(PackedQueries));
+  plan.tile_bytes = tile.bytes;
+  const std::size_t all_queries = static_cast<std::size_t>(tiles) * plan.tile_bytes;
+  plan.shares_queries = all_queries <= shared_queries_bytes && key_tiles > shared_queries_above;
+  if (plan.shares_queries) {
+    plan.queries = shared.add(all_queries);
+  } else {
+    plan.own_tile = scratch.add(plan.tile_bytes);
+    plan.scratch_bytes = scratch.bytes;
+  }
   plan.shared_bytes = shared.bytes;
   return plan;
 }

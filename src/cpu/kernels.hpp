@@ -45,7 +45,7 @@ struct PackTask {
   Index key_tile = 0;
 };
 
-// Rows of a key tile that are not finite. They are taken out of its packed values; see HiddenRows.
+// Rows of a tile that are not finite. They are taken out of its packed rows; see HiddenRows.
 struct BadRows {
   bool isolated = false;
   Index count = 0;
@@ -58,6 +58,12 @@ struct PackedTile {
   double k_magnitude = 0, v_magnitude = 0;
   double value_scale = 1;  // of the packed values
   BadRows bad;
+};
+
+// What is known of a packed query tile of the backward pass, behind its q and dout.
+struct PackedQueries {
+  double q_magnitude = 0, dout_magnitude = 0;
+  BadRows q, dout;
 };
 
 // Where the packed key tiles of a sequence stand in the shared workspace, and the parts of each tile.
@@ -127,15 +133,25 @@ struct BackwardPlan {
   std::vector<BackwardTask> tasks;
   std::vector<BiasTask> bias_tasks;
   std::vector<Index> row_offset;   // [batch]: rows of all heads before a sequence
-  std::vector<Index> turn_offset;  // [batch]: query tiles of all heads before a sequence
+  std::vector<Index> tile_offset;  // [batch]: query tiles of all heads before a sequence
   bool dq_direct = false;          // dq itself is the accumulator
   bool pairs = false;              // products of pairs of bfloat16
   Index ld_q = 0, ld_v = 0;        // row lengths of accumulators of head_dim and value_dim
-  // Offsets in a thread's scratch memory, and in the shared workspace.
-  std::size_t q = 0, dout = 0, q_rows = 0, dout_rows = 0, kt = 0, vt = 0, k_rows = 0, p = 0, ds = 0, dk = 0, dv = 0;
+  // Offsets in a thread's scratch memory, and in the shared workspace. q, dout: of dbias alone.
+  std::size_t q = 0, dout = 0, kt = 0, vt = 0, k_rows = 0, p = 0, ds = 0, dk = 0, dv = 0;
   std::size_t row = 0, dbias = 0, scratch_bytes = 0;
   std::size_t p_pairs = 0, ds_pairs = 0, ds_rounded = 0;  // p and ds rounded to bfloat16, for pairs
-  std::size_t delta = 0, lse = 0, turns = 0, dq_accumulator = 0, shared_bytes = 0;
+  std::size_t delta = 0, lse = 0, turns = 0, dq_accumulator = 0, queries = 0, shared_bytes = 0;
+  bool shares_queries = false;  // all query tiles are packed before the tasks begin; else each task packs its own
+  std::size_t own_tile = 0;     // in scratch memory, where they are not shared
+  // Parts of a packed query tile, which begins with q as a left operand; and its bytes.
+  std::size_t tile_dout = 0, tile_q_rows = 0, tile_dout_rows = 0, tile_facts = 0, tile_bytes = 0;
+
+  // The number of a query tile of a head, among those of all sequences.
+  [[nodiscard]] Index tile_number(Index b, Index h, Index query_tile) const {
+    const Index tiles = ceil_div(problem->sequences[static_cast<std::size_t>(b)].q_len, tile_q);
+    return tile_offset[static_cast<std::size_t>(b)] + h * tiles + query_tile;
+  }
 };
 
 // One thread's view of a call.
@@ -156,7 +172,7 @@ struct KernelTable {
   // Merges the splits whose first task is given, for one of its query tiles, and writes the rows.
   void (*merge_splits)(const ForwardPlan&, const Buffers&, std::size_t task, Index tile, Workspace) = nullptr;
 
-  // Row statistics and zeroed accumulators of query head h of sequence b.
+  // Row statistics, packed queries and zeroed accumulators of query head h of sequence b.
   void (*backward_prepare)(const BackwardPlan&, const Buffers&, Index b, Index h, Workspace) = nullptr;
   void (*backward)(const BackwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;
   // Rounds the accumulated dq of query head h of sequence b into the output.

@@ -150,43 +150,6 @@ HWY_INLINE void prefetch_rows(const Rows& rows) {
   }
 }
 
-// Brings the caller's rows into the L2 cache, a few lines at a time, while the products run. Rows of one head may lie
-// pages apart, where no hardware prefetcher follows, and to ask for many lines at once takes as long as to
-// read them. Not too far ahead either: rows a page apart share few sets of the cache and drive each other out.
-class Prefetcher {
- public:
-  void add(const Rows& rows, Index begin, Index end) {
-    if (begin >= end || count_ == kMost) return;
-    const Index element = with_element_type(rows.dtype, [](auto x) { return static_cast<Index>(sizeof(x)); });
-    queue_[count_++] = {.rows = &rows, .row = begin, .end = end, .element = element};
-    lines_ += (end - begin) * ceil_div(rows.size * element, line);
-  }
-
-  // Says in how many steps all lines are to be asked for.
-  void start(Index steps) { lines_of_step_ = ceil_div(lines_, std::max<Index>(steps, 1)); }
-
-  void step() {
-    for (Index n = 0; n < lines_of_step_ && next_ < count_; ++n) {
-      Entry& entry = queue_[next_];
-      const char* row = static_cast<const char*>(entry.rows->data) + entry.rows->at(entry.row) * entry.element;
-      __builtin_prefetch(row + entry.byte, 0, 2);
-      entry.byte += line;
-      if (entry.byte < entry.rows->size * entry.element) continue;
-      entry.byte = 0;
-      if (++entry.row == entry.end) ++next_;
-    }
-  }
-
- private:
-  static constexpr Index line = 64, kMost = 4;
-  struct Entry {
-    const Rows* rows = nullptr;
-    Index row = 0, end = 0, element = 0, byte = 0;
-  };
-  Entry queue_[kMost];
-  Index count_ = 0, next_ = 0, lines_ = 0, lines_of_step_ = 0;
-};
-
 // The largest magnitude of the vectors that are shown to it; NaN may be passed over.
 template <typename C>
 struct Magnitude {

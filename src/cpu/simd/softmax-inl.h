@@ -129,10 +129,11 @@ HWY_NOINLINE bool sees_nothing(C* s, Index begin, Index end, C* max) {
 }
 
 // Scores of up to kRows rows, a row every tile_stride, to unnormalised probabilities, in place; the rows' state moves
-// to the new maxima. factor: log2(e) times the unit of the scores. maxima: of the lanes of each row, or null. kept: whole
-// vectors of what the output so far of each row is to be multiplied by. The rows' maxima are compared, and the factors
-// of their states computed, all together: row by row each would wait for the one before it. weights: the probabilities
-// rounded to bfloat16 are to go there too, a row every weight_stride; or null. end: a multiple of two vectors.
+// to the new maxima. factor: log2(e) times the unit of the scores. maxima: of the lanes of each row, or null. kept:
+// whole vectors of what the output so far of each row is to be multiplied by. The rows' maxima are compared, and the
+// factors of their states computed, all together: row by row each would wait for the one before it. weights: the
+// probabilities rounded to bfloat16 are to go there too, a row every weight_stride; or null. end: a multiple of two
+// vectors.
 template <Index kRows, typename C>
 HWY_NOINLINE void softmax_rows(C* HWY_RESTRICT scores, Index rows, Index begin, Index end, C factor, const C* maxima,
                                const SoftmaxRows<C>& state, C* HWY_RESTRICT kept, BFloat16* HWY_RESTRICT weights) {
@@ -165,7 +166,8 @@ HWY_NOINLINE void softmax_rows(C* HWY_RESTRICT scores, Index rows, Index begin, 
   std::copy_n(max, rows, state.max);
   for (Index r = 0; r < rows; ++r) {
     if (skipped[r]) {
-      if (weights != nullptr) std::fill(weights + r * weight_stride + begin, weights + r * weight_stride + end, BFloat16());
+      if (weights != nullptr)
+        std::fill(weights + r * weight_stride + begin, weights + r * weight_stride + end, BFloat16());
       continue;
     }
     exponentiate(scores + r * tile_stride, begin, end, max[r], factor, kept[r], state.sums + r * n,

@@ -108,8 +108,7 @@ HWY_INLINE void see_maxima(Index rows, const C* HWY_RESTRICT scores, C* HWY_REST
 // chain grows beyond what is promised of lse.
 template <typename T, typename C = typename Unit<T>::Sum>
 HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth, const T* left,
-                                const T* right, C* scores, std::type_identity_t<C>* maxima,
-                                Prefetcher* prefetcher = nullptr) {
+                                const T* right, C* scores, std::type_identity_t<C>* maxima) {
   constexpr Index piece = 64;
   const Index width = panel_width<C>();
   for (Index c = 0; c < keys; c += width) {
@@ -118,7 +117,6 @@ HWY_NOINLINE void score_product(const GroupColumns* groups, Index group_count, I
       const T* a = left + g * kBlockRows * depth;
       const T* b = right + c * depth;
       C* target = scores + g * kBlockRows * tile_stride + c;
-      if (prefetcher != nullptr) prefetcher->step();
       gemm<Left::packed, Into::store>(groups[g].rows, kBlockVecs, std::min(piece, depth), a, b, target, tile_stride);
       for (Index k = piece; k < depth; k += piece) {
         gemm<Left::packed, Into::add>(groups[g].rows, kBlockVecs, std::min(piece, depth - k), a + k * kBlockRows,
@@ -211,8 +209,8 @@ HWY_NOINLINE void add_tile_product(const GroupColumns* groups, Index group_count
         const auto multiply = [&]<Into kHow>(std::integral_constant<Into, kHow>) HEADRACE_ATTR {
           gemm<Left::tile, kHow>(groups[g].rows, std::min<Index>(kBlockVecs, vecs - vec), end - begin,
                                  tile + g * kBlockRows * Unit<T>::stride_of_tile + begin, right.at(begin, vec),
-                                 target + g * kBlockRows * target_stride + vec * lanes<C>(),
-                                 target_stride, kHow == Into::scale_add ? factors + g * kBlockRows : nullptr);
+                                 target + g * kBlockRows * target_stride + vec * lanes<C>(), target_stride,
+                                 kHow == Into::scale_add ? factors + g * kBlockRows : nullptr);
         };
         if (kInto == Into::scale_add && begin == groups[g].begin / elements) {
           multiply(std::integral_constant<Into, kInto>());
