@@ -212,11 +212,12 @@ HWY_NOINLINE void add_tile_product(const GroupColumns* groups, Index group_count
                                  target + g * kBlockRows * target_stride + vec * lanes<C>(), target_stride,
                                  kHow == Into::scale_add ? factors + g * kBlockRows : nullptr);
         };
-        if (kInto == Into::scale_add && begin == groups[g].begin / elements) {
-          multiply(std::integral_constant<Into, kInto>());
-        } else {
-          multiply(std::integral_constant<Into, Into::add>());
+        bool scaled = false;
+        if constexpr (kInto == Into::scale_add) {
+          scaled = begin == groups[g].begin / elements;
+          if (scaled) multiply(std::integral_constant<Into, kInto>());
         }
+        if (!scaled) multiply(std::integral_constant<Into, Into::add>());
       }
     }
   }
