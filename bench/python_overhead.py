@@ -91,8 +91,8 @@ def empty_results(q, k, v, *rest):
 
 def define_floors():
     schema = str(torch.ops.headrace.attention_forward.default._schema).partition("(")[2]
-    torch.library.define("headrace_bench::empty", "(" + schema)
-    torch.library.impl("headrace_bench::empty", "default", empty_results)
+    torch.library.define("headrace_floor::empty", "(" + schema)
+    torch.library.impl("headrace_floor::empty", "default", empty_results)
 
     class Empty(torch.autograd.Function):
         @staticmethod
@@ -105,7 +105,7 @@ def define_floors():
         def backward(ctx, dout, dlse):
             return dout, dout, dout
 
-    return torch.ops.headrace_bench.empty.default, Empty.apply
+    return torch.ops.headrace_floor.empty.default, Empty.apply
 
 
 def cpu_model():

@@ -85,14 +85,11 @@ struct GradientTile {
   // would take as long as to read it.
   void prefetch(Index r) const {
     constexpr Index line = 64;
-    const auto lines = [](const void* data, Index begin, Index end, Index step) {
-      for (Index byte = begin; byte < end; byte += step)
-        __builtin_prefetch(static_cast<const char*>(data) + byte, 0, 2);
-    };
-    lines(q, ahead.begin + r * line, ahead.end, rows.rows * line);
+    const char* const bytes = reinterpret_cast<const char*>(q);
+    for (Index at = ahead.begin + r * line; at < ahead.end; at += rows.rows * line)
+      __builtin_prefetch(bytes + at, 0, 2);
     for (const Rows& source : rows_ahead) {
-      const Index element = static_cast<Index>(dtype_size(source.dtype));
-      if (r < source.count) lines(source.data, source.at(r) * element, (source.at(r) + source.size) * element, line);
+      if (r < source.count) prefetch_row(source, r);
     }
   }
 };

@@ -52,6 +52,12 @@ class BFloat16Magnitude {
   __m512i largest_;
 };
 
+// Two vectors of weights, rounded to bfloat16.
+HWY_INLINE void store_rounded(__m512 first, __m512 second, BFloat16* weights) {
+  const __m512bh rounded = _mm512_cvtne2ps_pbh(second, first);
+  __builtin_memcpy(static_cast<void*>(weights), &rounded, sizeof(rounded));
+}
+
 // A row of weights s[begin, end), rounded to bfloat16; zeros to the next multiple of 32. begin is one.
 HWY_INLINE void round_weights(const float* s, Index begin, Index end, BFloat16* weights) {
   for (Index c = begin; c < end; c += kVectorOf16) {
@@ -59,8 +65,7 @@ HWY_INLINE void round_weights(const float* s, Index begin, Index end, BFloat16* 
       const Index left = std::clamp<Index>(end - first, 0, 16);
       return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), s + first);
     };
-    const __m512bh rounded = _mm512_cvtne2ps_pbh(load(c + 16), load(c));
-    __builtin_memcpy(static_cast<void*>(weights + c), &rounded, sizeof(rounded));
+    store_rounded(load(c), load(c + 16), weights + c);
   }
 }
 

@@ -140,14 +140,15 @@ struct Rows {
   }
 };
 
-// Asks for the rows to be in the L2 cache soon.
-HWY_INLINE void prefetch_rows(const Rows& rows) {
+// Asks for row r, or for all rows, to be in the L2 cache soon.
+HWY_INLINE void prefetch_row(const Rows& rows, Index r) {
   constexpr Index line = 64;
   const Index element = static_cast<Index>(dtype_size(rows.dtype));
-  for (Index r = 0; r < rows.count; ++r) {
-    const char* const row = static_cast<const char*>(rows.data) + rows.at(r) * element;
-    for (Index byte = 0; byte < rows.size * element; byte += line) __builtin_prefetch(row + byte, 0, 2);
-  }
+  const char* const row = static_cast<const char*>(rows.data) + rows.at(r) * element;
+  for (Index byte = 0; byte < rows.size * element; byte += line) __builtin_prefetch(row + byte, 0, 2);
+}
+HWY_INLINE void prefetch_rows(const Rows& rows) {
+  for (Index r = 0; r < rows.count; ++r) prefetch_row(rows, r);
 }
 
 // The largest magnitude of the vectors that are shown to it; NaN may be passed over.

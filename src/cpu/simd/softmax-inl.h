@@ -7,11 +7,11 @@
 #endif
 
 #include <algorithm>
-#include <cstring>
 #include <type_traits>
 
 #include "cpu/kernels.hpp"
 #include "cpu/simd/attributes-inl.h"
+#include "cpu/simd/bfloat16-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/scores-inl.h"
@@ -40,14 +40,6 @@ HWY_INLINE C row_max(const C* HWY_RESTRICT s, Index begin, Index end) {
   return hn::GetLane(hn::MaxOfLanes(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3))));
 }
 
-#if HWY_TARGET == HWY_AVX3_DL
-// Two vectors of weights, rounded to bfloat16.
-HWY_INLINE void store_rounded(hn::Vec<Wide<float>> first, hn::Vec<Wide<float>> second, BFloat16* weights) {
-  const __m512bh rounded = _mm512_cvtne2ps_pbh(second.raw, first.raw);
-  std::memcpy(static_cast<void*>(weights), &rounded, sizeof rounded);
-}
-#endif
-
 // s[begin, end) = 2^(factor (s - max)), and the sums of that, lane by lane, added to `kept` times sums. There are two
 // chains of sums, for even and odd vectors of the tile: begin is even, so that columns that are left out before it
 // change no bit; end is a multiple of two vectors. The weight of the maximum is exactly 1, which a multiply-add instead
@@ -72,7 +64,7 @@ HWY_INLINE void exponentiate(C* HWY_RESTRICT s, Index begin, Index end, C max, C
       odd = hn::Add(odd, p[i + 1]);
 #if HWY_TARGET == HWY_AVX3_DL
       if constexpr (std::is_same_v<C, float>) {
-        if (weights != nullptr) store_rounded(p[i], p[i + 1], weights + c + i * n);
+        if (weights != nullptr) store_rounded(p[i].raw, p[i + 1].raw, weights + c + i * n);
       }
 #endif
     }
