@@ -73,8 +73,8 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
   float sum[kExactRows], out[kExactRows][kColumnsOfLane];
 #pragma unroll
   for (int r = 0; r < kExactRows; ++r) {
-    top[r] = SINKS ? static_cast<double>(forward.sinks[h * forward.sinks_stride]) : -double_infinity();
-    sum[r] = SINKS && lane == 0 && top[r] != -double_infinity() ? 1.0f : 0.0f;
+    top[r] = -double_infinity();
+    sum[r] = 0.0f;
 #pragma unroll
     for (int c = 0; c < kColumnsOfLane; ++c) out[r][c] = 0.0f;
   }
@@ -147,12 +147,22 @@ __device__ inline void exact_rows(const HopperSplitForwardParams& p, const Tile&
     if (r >= count) break;
     float total = sum[r];
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
-    const float inverse = total == 0.0f ? 0.0f : (DROPOUT ? forward.dropout_kept : 1.0f) / total;
+    // Under a high sink large values may be a number where their weight is none: it is applied in two halves.
+    float half = 1.0f;
+    if constexpr (SINKS) {
+      const double sink = static_cast<double>(forward.sinks[h * forward.sinks_stride]), highest = fmax(top[r], sink);
+      if (highest != -double_infinity()) {
+        half = exact_exponential(0.5 * (top[r] - highest));
+        total = total * half * half + exact_exponential(sink - highest);
+        top[r] = highest;
+      }
+    }
+    const float inverse = total == 0.0f ? 0.0f : half * (DROPOUT ? forward.dropout_kept : 1.0f) / total;
 #pragma unroll
     for (int c = 0; c < kColumnsOfLane; ++c) {
       const int column = lane + 32 * c;
       if (chunk * VALUE_DIM + column < forward.value_dim)
-        row_of_out(p, tile, chunk, row0 + r)[column] = average(out[r][c], inverse, value_scale);
+        row_of_out(p, tile, chunk, row0 + r)[column] = average(out[r][c] * half, inverse, value_scale);
     }
     const double log_sum = static_cast<double>(log2_of(total)) * 0.6931471805599453;
     if (lane == 0 && chunk == 0)

@@ -33,7 +33,7 @@ using SplitParams = HopperSplitForwardParams;
 
 constexpr int kParts = 2;  // 0: the large one
 // p is at most 2^14: its small part then reaches down to 2^-38 of that.
-constexpr float kOffset = 14.0f;
+constexpr float kOffset = 14.0f, kWithoutOffset = 0x1p-14f;
 // Errors of 2^-39 of the largest values are below 2^-24 of a score of 1 up to here.
 constexpr float kLargestProducts = 16384.0f, kLargestValues = 32768.0f;
 
@@ -358,7 +358,7 @@ struct Consumer {
       if constexpr (DROPOUT) inverse[r] *= forward.dropout_kept;
       if (chunk == 0 && (lane & 3) == 0)
         write_lse(forward, rows.tile, rows.row[r],
-                  total == 0.0f ? minus_infinity() : (top + (log2_of(total) - kOffset)) * kLn2);
+                  total == 0.0f ? minus_infinity() : (top + log2_of(total * kWithoutOffset)) * kLn2);
     }
 #pragma unroll
     for (int e = 0; e < VALUE_DIM / 2; ++e) {
