@@ -499,6 +499,26 @@ TEST_F(BackwardCases, SoftcapsAndMasks) {
   }
 }
 
+// The thread that loads looks long for a step of a key tile of which nothing is visible; the others must not go on
+// without it.
+TEST_F(BackwardCases, KeyTilesThatABlockMaskHides) {
+  for (const auto& [dim, seqlen_k] :
+       {std::pair(64, 700), std::pair(64, 2300), std::pair(128, 700), std::pair(256, 700)}) {
+    for (const bool deterministic : {false, true}) {
+      Spec s = spec(1, 1, 4, 1000, seqlen_k, dim);
+      s.deterministic = deterministic;
+      s.blocks.present = true;
+      s.blocks.block_q = 16, s.blocks.block_k = 128;
+      Call call = make_call(s);
+      std::vector<double> mask;
+      for (std::int64_t i = 0; i < s.seqlen_q; i += 16)
+        for (std::int64_t j = 0; j < s.seqlen_k; j += 128) mask.push_back(j % 256 == 0 ? 1.0 : 0.0);
+      call.block_mask.fill(mask);
+      run(call);
+    }
+  }
+}
+
 TEST_F(BackwardCases, SinksTakeWeightOnce) {
   const std::vector<double> sinks{-infinity, -5.0, 0.0, 5.0, 90.0, 1e4, -1e4, 2.0};
   Spec plain = spec(2, 2, 4, 40, 30, 64);

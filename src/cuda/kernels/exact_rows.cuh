@@ -29,8 +29,11 @@ __device__ inline void write_lse(const Params& p, const Tile& tile, int row, flo
 }
 
 __device__ inline double double_infinity() { return __longlong_as_double(0x7FF0000000000000LL); }
+// e^difference, which is at most 0. In two factors: as a float a large exponent would be rounded.
 __device__ inline float exact_exponential(double difference) {
-  return ptx::exp2(static_cast<float>(difference * 1.4426950408889634));
+  const double exact = difference * 1.4426950408889634;
+  const double exponent = exact < -1000.0 ? -1000.0 : exact, whole = rint(exponent);  // of -inf nothing is whole
+  return ptx::exp2(static_cast<float>(whole)) * ptx::exp2(static_cast<float>(exponent - whole));
 }
 // The largest magnitude of the values of these keys; NaN may be passed over. The same in all lanes.
 __device__ inline float largest_value(const SplitTensor& v, int batch, int head, Range keys) {

@@ -631,6 +631,9 @@ struct Consumer {
         steps.left = following.left;
       }
       last_dq();
+    } else {
+      // The loading thread may still be looking for a step, and must see keys_empty in the phase before this item's.
+      ptx::mbarrier_wait(ptx::shared_address(&shared.k_full), parity);
     }
     ptx::barrier_sync(kTurn + 2 + warpgroup, 128);  // this warpgroup's keys of v are not read any more,
     const int row0 = warpgroup * kOwnKeys + 16 * warp;

@@ -44,6 +44,9 @@ constexpr int kTurn = 1;
 // Whether the arithmetic on a step stands at the beginning of the loop over the steps, and not before it and at its
 // end: once instead of twice, where it is long.
 constexpr bool kPreparesFirst = kLongOptions > 1;
+// p is handed over as the type of q. Where a cap is flat p times its slope may be far below what float16 has: so times
+// this.
+constexpr float kHandedScale = FLOAT16 && SOFTCAP ? 0x1p15f : 1.0f;
 
 struct alignas(1024) Shared {
   Element k[kHeadPanels][kKeys * kPanel];
@@ -239,7 +242,7 @@ struct ProbabilityConsumer : Consumer {
           const int e = 4 * g + 2 * r + c;
           const float probability = probability_of(forward, head, slope, s[e], row[c], i0 + 8 * g + c, key(r),
                                                    visible(r, 2 * g + c), slopes[c]);
-          slopes[c] *= probability;
+          slopes[c] *= probability * kHandedScale;
           s[e] = probability * kept_pair.factor(forward, c);
         }
         handed[2 * g + r] = ptx::pack(slopes[0], slopes[1]);
@@ -311,7 +314,7 @@ struct GradientConsumer : Consumer {
     const Head head = steps.query_head();
     const int i0 = steps.m * kQueries + 2 * (lane & 3);
     const auto value = [](unsigned pair, int which) {
-      return to_float(static_cast<Element>(which == 0 ? pair & 0xFFFF : pair >> 16));
+      return to_float(static_cast<Element>(which == 0 ? pair & 0xFFFF : pair >> 16)) * (1.0f / kHandedScale);
     };
 #pragma unroll
     for (int g = 0; g < kQueries / 8; ++g) {

@@ -203,6 +203,9 @@ struct Consumer {
 
   // -- softmax --
 
+  // Rounded, so that kOffset less it is exact where that is as large as kOffset: lse would show what it is not.
+  __device__ static float as_reference(float x) { return __fadd_rn(__fadd_rn(x, 12.0f), -12.0f); }
+
   // s becomes p, in its parts. factor: what o is to be scaled by.
   __device__ void exponentiate(float (&factor)[2], float largest_value) {
 #pragma unroll
@@ -212,7 +215,7 @@ struct Consumer {
       for (int n = 1; n < kKeys / 4; ++n) top = fmaxf(top, s[4 * (n / 2) + 2 * r + n % 2]);
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float raised = fmaxf(rows.reference[r], top * kLog2E);
+      const float raised = fmaxf(rows.reference[r], as_reference(top * kLog2E));
       exact = exact && (top * kLog2E != minus_infinity() || top == minus_infinity());
       factor[r] = raised == minus_infinity() ? 1.0f : ptx::exp2(rows.reference[r] - raised);
       rows.reference[r] = raised;
@@ -347,11 +350,13 @@ struct Consumer {
       not_finite += total * 0.0f;
       float top = rows.reference[r];
       if constexpr (SINKS) {
-        const float sink = forward.sinks[rows.tile.h * forward.sinks_stride] * kLog2E;
-        top = fmaxf(top, sink);
-        if (top != minus_infinity()) {
-          half[r] = ptx::exp2(0.5f * (rows.reference[r] - top));
-          total = total * half[r] * half[r] + ptx::exp2(sink - top + kOffset);
+        const float sink = forward.sinks[rows.tile.h * forward.sinks_stride];
+        if (sink != minus_infinity()) {
+          // The difference is rounded, not its terms, which may be much larger.
+          const float above = fmaf(sink, kLog2E, -top);
+          half[r] = ptx::exp2(fminf(-0.5f * above, 0.0f));
+          total = total * half[r] * half[r] + ptx::exp2(fminf(above, 0.0f) + kOffset);
+          top = fmaxf(top, sink * kLog2E);
         }
       }
       inverse[r] = total == 0.0f ? 0.0f : half[r] / total;
