@@ -262,7 +262,7 @@ struct Gradient {
 #pragma unroll
     for (int n = 0; n < kTile / 8; ++n) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.0f;
     for (int b = all_b ? 0 : bb; b < (all_b ? p.batch : bb + 1); ++b) {
-      for (int h = all_h ? 0 : hh; h < (all_h ? static_cast<int>(p.forward.heads_q.divisor) : hh + 1); ++h) {
+      for (int h = all_h ? 0 : hh; h < (all_h ? p.heads_q : hh + 1); ++h) {
         const Head head{h, b};
         for (int i = i0; i < (all_i ? p.forward.seqlen_q : i0 + 1); i += kTile) {
           for (int j = j0; j < (all_j ? p.forward.seqlen_k : j0 + 1); j += kTile) {

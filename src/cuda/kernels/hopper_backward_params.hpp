@@ -86,7 +86,7 @@ struct BackwardGradientParams {
   Divisor group, heads;  // heads: of the gradient
   Divisor tiles;         // of 64 rows and some columns, of a head; of the bias of 64 x 64
   int column_chunks;     // of a row
-  int query_tiles, batch;
+  int query_tiles, batch, heads_q;
   GradientRows to;  // float32; of the bias: only where it is
   HopperForwardParams::Strides4 dbias_strides;
   bool bias_is_full[4];  // not broadcast

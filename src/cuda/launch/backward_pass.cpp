@@ -134,6 +134,7 @@ BackwardGradientParams BackwardPass::gradient_params() const {
   params.group = divisor(p.group());
   params.query_tiles = static_cast<int>(query_tiles_);
   params.batch = static_cast<int>(p.batch);
+  params.heads_q = static_cast<int>(p.heads_q);
   return params;
 }
 
