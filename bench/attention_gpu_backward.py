@@ -158,7 +158,7 @@ class Tables:
 
     def __init__(self, library, product, run, *, small):
         self.api, self.product, self.run, self.small = library, product, run, small
-        self.rounds, self.turn_ms = (5, 40.0) if small else (7, 60.0)
+        self.rounds, self.turn_ms = 5, 40.0 if small else 60.0
 
     def race(self, contestants, rounds=None, **cudnn):
         """Times. cudnn: functions that make the contestants of that name; one that PyTorch refuses is left out, by a
@@ -201,7 +201,7 @@ class Tables:
         """Forward and backward of a training step."""
         for dim in DIMS:
             for causal in (False, True):
-                for n in (16384,) if self.small else LENGTHS:
+                for n in (16384,) if self.small else SMALL_LENGTHS:
                     self.run("both", {"dim": dim, "causal": causal, "n": n}, self.both_cell)
 
     def both_cell(self, dim, causal, n):

@@ -9,9 +9,9 @@ pass are in attention_gpu_backward.py. Needs PyTorch with CUDA.
 
 The grid: batch x seqlen = 16384 tokens, heads x head_dim = 2048, bfloat16, inputs from N(0, 1),
 full and causal; and at 4096 tokens float16 and grouped queries (32 / 8 heads). Before each cell a product of 8192 x 8192
-matrices runs for 0.2 s, so that the card is at its power limit; then the contestants take turns of 60 ms each, long
-enough for the clock to settle at what the contestant's own power allows, and medians of the turns are kept, with the
-spread between the quartiles. PyTorch's times include its dispatch on the host where that is
+matrices runs for 0.2 s, so that the card is at its power limit; then the contestants take turns in random order, of 20 ms
+that are not timed, so that the clock settles at what the contestant's own power allows, and 60 ms that are. Medians of
+the turns are kept, with the spread between the quartiles. PyTorch's times include its dispatch on the host where that is
 longer than the kernel; Headrace's include hr_plan_execute. TFLOP/s count 4 head_dim for each visible pair.
 
 The second table, latency: batch 1, 16 heads, short sequences. There the host's dispatch is longer than the kernel, so
@@ -184,7 +184,7 @@ def main():
             run("cells", {"seqlen": 4096, "dim": 128, "causal": causal, "dtype": torch.float16}, measure_cell)
             run("cells", {"seqlen": 4096, "dim": 64, "causal": causal, "heads_kv": 8}, measure_cell)
     tables = Tables(library, product, run, small=small)
-    for name in ("backward", "memory", "both", "options"):  # the most wanted first
+    for name in ("backward", "options", "memory", "both"):  # the most wanted first
         if name in names:
             getattr(tables, name)()
     result["cublas_8192_tflops"].append(product.tflops())

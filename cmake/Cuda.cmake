@@ -41,6 +41,7 @@ set(kernel_files
   backward_scores.cuh
   backward_steps.cuh
   backward_store.cuh
+  backward_bias_zeros.cuh
   backward_sinks.cuh
   options.cuh
   hopper_forward.cuh

@@ -35,7 +35,7 @@ TEST_F(BackwardRandom, BiasesOfEveryShape) {
   for (unsigned full = 0; full < 16; ++full) {
     for (const bool of_input_dtype : {false, true}) {
       Spec spec = dense_spec(rng.pick({DType::bfloat16, DType::float16, DType::float32}), rng.integer(1, 300),
-                             rng.integer(1, 300), 64);
+                             rng.integer(1, 300), rng.pick({64, 128}));
       spec.seed = rng.bits();
       spec.batch = 3, spec.heads_kv = 2, spec.group = 2;
       spec.bias.present = spec.dbias = true;
@@ -45,6 +45,13 @@ TEST_F(BackwardRandom, BiasesOfEveryShape) {
       spec.gradient_layout = rng.pick({Layout::contiguous, Layout::permuted, Layout::padded});
       spec.deterministic = rng.chance(0.5);
       if (rng.chance(0.3)) spec.causal = Causal::bottom_right;
+      if (rng.chance(0.3)) {  // many of the tiles are visited by nobody
+        spec.blocks.present = true;
+        spec.blocks.full = {rng.chance(0.5), rng.chance(0.5)};
+        spec.blocks.block_q = spec.blocks.block_k = rng.pick<std::int64_t>({64, 128});
+        spec.blocks.hidden = 0.6;
+      }
+      if (rng.chance(0.2)) spec.dropout_p = 0.3;
       specs.push_back(spec);
     }
   }

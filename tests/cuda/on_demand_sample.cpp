@@ -49,15 +49,20 @@ void add_hopper_forward(std::vector<KernelSource>& sample) {
   for (const char* option : options) sample.push_back(with(base, option, 1));
 }
 
-// All options at once, the shapes with most code.
+// All options at once, the shapes with most code; of the backward pass dropout and the gradient of a bias alone, too.
 void add_all_options(std::vector<KernelSource>& sample) {
   sample.push_back(with_all_options(with(standard_kernel("hopper_forward"), "PAIRED", 1)));
   for (const int head_dim : {64, 128}) {
     sample.push_back(with_all_options(with(standard_kernel("hopper_split_forward", head_dim), "PAIRED", 1)));
-    sample.push_back(with_all_options(with(standard_kernel("hopper_backward", head_dim), "DETERMINISTIC", 1)));
+    const KernelSource backward = with(standard_kernel("hopper_backward", head_dim), "DETERMINISTIC", 1);
+    sample.push_back(with_all_options(backward));
+    sample.push_back(with(backward, "DROPOUT", 1));
+    sample.push_back(with(with(backward, "BIAS", 1), "DBIAS", 1));
   }
-  for (const char* entry : {"hopper_backward_keys", "hopper_backward_queries"})
+  for (const char* entry : {"hopper_backward_keys", "hopper_backward_queries"}) {
     sample.push_back(with_all_options(standard_kernel(entry, 256)));
+    sample.push_back(with(standard_kernel(entry, 256), "DROPOUT", 1));
+  }
   // The gradient of a bias of float32 in a bfloat16 problem.
   const KernelSource gradient = standard_kernel("backward_gradient", 0);
   sample.push_back(with_all_options(with(with(gradient, "TARGET", 1), "COLUMNS", 128)));

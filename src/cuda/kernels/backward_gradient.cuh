@@ -171,16 +171,16 @@ struct Gradient {
     const int own_row = own0 + 16 * warp + lane / 4, first = other0 + 2 * (lane & 3);
     const auto visible = visible_of_two<kTile / 4, kOwnIsQueries>(p.forward, head, kOwnIsQueries ? own_row : first,
                                                                   kOwnIsQueries ? first : own_row);
+    const Kept<kTile / 8, kOwnIsQueries> kept_of(p.forward, head, own_row, first);
     HEADRACE_ROLLED
     for (int turn = 0; turn < kElementTurns; ++turn) {
       const int other_row = first + 8 * kGroups * turn;
 #pragma unroll
       for (int n = 0; n < kGroups; ++n) {
+        const int other = other_row + 8 * n;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int own = own_row + 8 * r, other = other_row + 8 * n;
-          const KeptPair kept_pair(p.forward, head, kOwnIsQueries ? own : other, kOwnIsQueries ? other : own,
-                                   kOwnIsQueries);
+          const int own = own_row + 8 * r;
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             const int i = kOwnIsQueries ? own : other + c, j = kOwnIsQueries ? other + c : own;
@@ -189,7 +189,7 @@ struct Gradient {
             float derivative;
             const float probability = probability_of(p.forward, head, slope, score, of.minus_lse, i, j,
                                                      visible(r, 2 * (kGroups * turn + n) + c), derivative);
-            const float kept = kept_pair.factor(p.forward, c);
+            const float kept = kept_of.factor(p.forward, 4 * (kGroups * turn + n) + 2 * r + c);
             score = TARGET == kOfValues ? probability * kept
                                         : score_gradient(probability, dp[n][2 * r + c], kept, of.minus_d,
                                                          TARGET == kOfBias ? 1.0f : derivative);

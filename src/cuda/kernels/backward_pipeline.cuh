@@ -1,6 +1,6 @@
 // What the pipelines of the backward kernels share: two warpgroups that compute, and one whose first thread loads.
 //
-// Constants of the compilation: HEAD_DIM, VALUE_DIM, MASK, DROPOUT, as in hopper_backward.cuh.
+// Constants of the compilation: HEAD_DIM, VALUE_DIM, MASK, as in hopper_backward.cuh.
 #pragma once
 
 #include "backward_scores.cuh"
@@ -12,8 +12,8 @@ namespace headrace::cuda {
 
 constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kWarps = 4 * kWarpgroups;
 constexpr int kHeadPanels = (HEAD_DIM + kPanel - 1) / kPanel, kValuePanels = (VALUE_DIM + kPanel - 1) / kPanel;
-// Every element is worked on, not just those of tiles at the edges.
-constexpr bool kOptions = kFinalScores || MASK || DROPOUT;
+// Every element is worked on, not just those of tiles at the edges. Dropout is not among them: it needs no care.
+constexpr bool kOptions = kFinalScores || MASK;
 
 __device__ inline void init_barrier(unsigned long long& barrier, int arrivals) {
   ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);

@@ -1,6 +1,6 @@
-// What the backward kernels make of one product q . k: the probability, and what dropout does to it.
+// What the backward kernels make of one product q . k.
 //
-// Constants of the compilation, beside those of options.cuh: SMALL_SCALE, ALIBI, DROPOUT, as in hopper_backward.cuh.
+// Constants of the compilation, beside those of options.cuh: SMALL_SCALE, as in hopper_backward.cuh.
 #pragma once
 
 #include "options.cuh"
@@ -73,24 +73,5 @@ __device__ inline unsigned pack_gradients(float low, float high) {
   return ptx::pack(low, high);
 #endif
 }
-
-// What dropout leaves of the elements of queries i, i + 1 (i even) and key j, or of query i and keys j, j + 1.
-struct KeptPair {
-  unsigned word[2];
-
-  __device__ KeptPair(const Params& p, const Head& head, int i, int j, bool along_keys = false) {
-    if constexpr (DROPOUT) {
-      const Philox random = Philox::make(static_cast<unsigned>(j >> 1), static_cast<unsigned>(i >> 1),
-                                         static_cast<unsigned>(head.h), static_cast<unsigned>(head.b), p.seed);
-      const bool odd = ((along_keys ? i : j) & 1) != 0;
-      word[0] = odd ? random.word[along_keys ? 2 : 1] : random.word[0];
-      word[1] = odd ? random.word[3] : random.word[along_keys ? 1 : 2];
-    }
-  }
-  __device__ float factor(const Params& p, int which) const {
-    if constexpr (!DROPOUT) return 1.0f;
-    return word[which] >= p.dropout_threshold ? p.dropout_kept : 0.0f;
-  }
-};
 
 }  // namespace headrace::cuda

@@ -78,21 +78,9 @@ __device__ inline void mask_scores(const Params& p, const ThreadRows& rows, int 
 // Dropped elements become 0, the others `kept` times what they were.
 __device__ inline void drop_scores(const Params& p, const ThreadRows& rows, int block, float (&s)[kKeys / 2],
                                    float kept) {
-  const bool odd = (rows.row[0] & 1) != 0;
-  HEADRACE_ROLLED
-  for (int turn = 0; turn < kElementTurns; ++turn) {
-    const int j0 = block * kKeys + turn * (kKeys / kElementTurns) + 2 * (lane_of_thread() & 3);
+  const Kept<kKeys / 8, true> keeps(p, rows.tile, rows.row[0], block * kKeys + 2 * (lane_of_thread() & 3));
 #pragma unroll
-    for (int e = 0; e < kKeys / kElementTurns / 2; e += 2) {
-      const int i = rows.row[(e >> 1) & 1], j = j0 + 8 * (e / 4);
-      const Philox random =
-          Philox::make(static_cast<unsigned>(j >> 1), static_cast<unsigned>(i >> 1), static_cast<unsigned>(rows.tile.h),
-                       static_cast<unsigned>(rows.tile.b), p.seed);
-      s[e] *= (odd ? random.word[2] : random.word[0]) >= p.dropout_threshold ? kept : 0.0f;
-      s[e + 1] *= (odd ? random.word[3] : random.word[1]) >= p.dropout_threshold ? kept : 0.0f;
-    }
-    next_turn<kElementTurns>(s);
-  }
+  for (int e = 0; e < kKeys / 2; ++e) s[e] *= keeps(e) ? kept : 0.0f;
 }
 
 }  // namespace headrace::cuda

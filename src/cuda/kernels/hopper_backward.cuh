@@ -24,6 +24,8 @@
 // - SMALL_SCALE: 0 < scale <= ln(2): it is folded into the exponent
 // - DETERMINISTIC: key tiles take turns
 // - SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, DROPOUT: the options in use
+// - DBIAS: the gradient of a bias that has an element for every score is made, too, where key tiles go; not with many
+//   options
 #if FLOAT16
 #define HEADRACE_MMA_TYPE "f16"
 #else
@@ -47,6 +49,7 @@ constexpr int kOwnKeys = 64;  // of a warpgroup
 constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
 // A warpgroup's half of dq of a step, 64 x 64: rows where there are 128, else columns.
 constexpr bool kHalfIsRows = kQueries == 128;
+static_assert(!(DBIAS && kManyOptions));  // finish_any() passes over what is hidden
 static_assert(kHalfIsRows ? HEAD_DIM == 64 : kQueries == 64 && kHeadPanels == 2);
 constexpr int kHalfFloats = 64 * 64;
 constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
@@ -392,6 +395,12 @@ struct Consumer {
 
   // -- scores to p and ds --
 
+  // The thread's two keys, 8 apart, and the first of its queries: of every 8 it has two.
+  __device__ int key(const Steps& steps, int r) const {
+    return steps.tile.n * kKeys + warpgroup * kOwnKeys + 16 * warp + lane / 4 + 8 * r;
+  }
+  __device__ int query(const Steps& steps) const { return steps.m * kQueries + 2 * (lane & 3); }
+
   __device__ static void load_statistics(float (&to)[4], unsigned address) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
@@ -405,9 +414,10 @@ struct Consumer {
     for (int g = 0; g < PREFETCH; ++g) load_statistics(statistics[g], from + g * sizeof(RowPair) * 4);
   }
 
-  // Elements of a tile in which nothing is hidden and no option is in use.
-  __device__ void finish_plain(unsigned statistics_of_step) {
+  // Elements of a tile in which nothing is hidden and no option is in use but dropout.
+  __device__ void finish_plain(const Steps& steps, unsigned statistics_of_step) {
     const float scale = p.forward.scale * kLog2E;
+    const Kept<kQueries / 8, false> kept(p.forward, steps.query_head(), key(steps, 0), query(steps));
 #pragma unroll
     for (int g = 0; g < kQueries / 8; ++g) {
       float(&row)[4] = statistics[g % PREFETCH];
@@ -415,16 +425,25 @@ struct Consumer {
       if (g + PREFETCH < kQueries / 8) load_statistics(row, statistics_of_step + (g + PREFETCH) * sizeof(RowPair) * 4);
       const float p0 = ptx::exp2(fmaf(s[4 * g], scale, lse0)), p1 = ptx::exp2(fmaf(s[4 * g + 1], scale, lse1));
       const float p2 = ptx::exp2(fmaf(s[4 * g + 2], scale, lse0)), p3 = ptx::exp2(fmaf(s[4 * g + 3], scale, lse1));
-      probabilities[2 * g] = ptx::pack(p0, p1);
-      probabilities[2 * g + 1] = ptx::pack(p2, p3);
-      ds[2 * g] = pack_gradients((dp[4 * g] + d0) * p0, (dp[4 * g + 1] + d1) * p1);
-      ds[2 * g + 1] = pack_gradients((dp[4 * g + 2] + d0) * p2, (dp[4 * g + 3] + d1) * p3);
+      const float kept0 = kept.factor(p.forward, 4 * g), kept1 = kept.factor(p.forward, 4 * g + 1);
+      const float kept2 = kept.factor(p.forward, 4 * g + 2), kept3 = kept.factor(p.forward, 4 * g + 3);
+      probabilities[2 * g] = ptx::pack(p0 * kept0, p1 * kept1);
+      probabilities[2 * g + 1] = ptx::pack(p2 * kept2, p3 * kept3);
+      ds[2 * g] = pack_gradients(fmaf(dp[4 * g], kept0, d0) * p0, fmaf(dp[4 * g + 1], kept1, d1) * p1);
+      ds[2 * g + 1] = pack_gradients(fmaf(dp[4 * g + 2], kept2, d0) * p2, fmaf(dp[4 * g + 3], kept3, d1) * p3);
     }
   }
 
-  // The thread's two keys, 8 apart.
-  __device__ int key(const Steps& steps, int r) const {
-    return steps.tile.n * kKeys + warpgroup * kOwnKeys + 16 * warp + lane / 4 + 8 * r;
+  // The gradient of the bias at query i and key j, if they are inside the sequence.
+  __device__ void store_dbias(const Head& head, int i, int j, float gradient) const {
+    if (i >= p.forward.seqlen_q || j >= p.forward.seqlen_k) return;
+    const long long at = head.b * p.dbias_strides.batch + head.h * p.dbias_strides.head + i * p.dbias_strides.row +
+                         j * p.dbias_strides.key;
+    if constexpr (BIAS == 2) {
+      static_cast<float*>(p.dbias)[at] = gradient;
+    } else {
+      static_cast<Element*>(p.dbias)[at] = to_element(gradient);
+    }
   }
 
   // Any tile. What is hidden gets p = 0 and ds = 0, and p <= 1 whatever lse's rounding.
@@ -432,8 +451,9 @@ struct Consumer {
     const Params& forward = p.forward;
     const Head head = steps.query_head();
     const float slope = slope_of(forward, head);
-    const int i0 = steps.m * kQueries + 2 * (lane & 3);
+    const int i0 = query(steps);
     const auto visible = visible_of_two<kQueries / 4, false>(forward, head, i0, key(steps, 0));
+    const Kept<kQueries / 8, false> keeps(forward, head, key(steps, 0), i0);
 #pragma unroll
     for (int g = 0; g < kQueries / 8; ++g) {
       if (visible.nothing_of(g)) {
@@ -445,7 +465,6 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int j = key(steps, r);
-        const KeptPair kept_pair(forward, head, i0 + 8 * g, j);
         float of_p[2], of_ds[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
@@ -453,10 +472,11 @@ struct Consumer {
           float derivative;
           const float probability =
               probability_of(forward, head, slope, s[e], row[c], i, j, visible(r, 2 * g + c), derivative);
-          const float kept = kept_pair.factor(forward, c);
+          const float kept = keeps.factor(forward, e);
           of_p[c] = probability * kept;
-          // Where p is 0 so is ds, even if dout . v is not finite.
-          of_ds[c] = probability == 0.0f ? 0.0f : probability * fmaf(dp[e], kept, row[2 + c]) * derivative;
+          const float gradient = score_gradient(probability, dp[e], kept, row[2 + c], 1.0f);
+          if constexpr (DBIAS) store_dbias(head, i, j, gradient);
+          of_ds[c] = gradient * derivative;
         }
         probabilities[2 * g + r] = ptx::pack(of_p[0], of_p[1]);
         ds[2 * g + r] = pack_gradients(of_ds[0], of_ds[1]);
@@ -518,7 +538,7 @@ struct Consumer {
     if (needs_care(steps, ring.slot)) {
       finish_any(steps, statistics_of_step);
     } else {
-      finish_plain(statistics_of_step);
+      finish_plain(steps, statistics_of_step);
     }
     const unsigned old_slot = ring.slot;
     ring.advance();

@@ -126,7 +126,9 @@ struct Consumer {
   unsigned left[kQueries / 4];  // p or ds
 
   __device__ int thread() const { return warp * 32 + lane; }
+  // The thread's two keys, 8 apart, and the first of its queries: of every 8 it has two.
   __device__ int key(int r) const { return tile.n * kKeys + 16 * warp + lane / 4 + 8 * r; }
+  __device__ int query(const Steps& steps) const { return steps.m * kQueries + 2 * (lane & 3); }
 
   // Where rows begin, in units of descriptors.
   __device__ unsigned rows_at(const Ring& ring, unsigned place) const {
@@ -206,6 +208,7 @@ struct ProbabilityConsumer : Consumer {
 
   // Scores become p, and what dropout leaves of it.
   __device__ void exponentiate(const Steps& steps, const Ring& ring, unsigned (&handed)[kQueries / 4]) {
+    const Kept<kQueries / 8, false> kept(p.forward, steps.query_head(), key(0), query(steps));
     if (!needs_care(steps, ring)) {
       const float scale = p.forward.scale * kLog2E;
 #pragma unroll
@@ -216,13 +219,15 @@ struct ProbabilityConsumer : Consumer {
         for (int e = 0; e < 4; ++e) s[4 * g + e] = ptx::exp2(fmaf(s[4 * g + e], scale, row[e & 1]));
         handed[2 * g] = ptx::pack(s[4 * g], s[4 * g + 1]);
         handed[2 * g + 1] = ptx::pack(s[4 * g + 2], s[4 * g + 3]);
+#pragma unroll
+        for (int e = 4 * g; e < 4 * g + 4; ++e) s[e] *= kept.factor(p.forward, e);
       }
       return;
     }
     const Params& forward = p.forward;
     const Head head = steps.query_head();
     const float slope = slope_of(forward, head);
-    const int i0 = steps.m * kQueries + 2 * (lane & 3);
+    const int i0 = query(steps);
     const auto visible = visible_of_two<kQueries / 4, false>(forward, head, i0, key(0));
 #pragma unroll
     for (int g = 0; g < kQueries / 8; ++g) {
@@ -235,7 +240,6 @@ struct ProbabilityConsumer : Consumer {
       load_statistics(row, ring, g);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const KeptPair kept_pair(forward, head, i0 + 8 * g, key(r));
         float slopes[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
@@ -243,7 +247,7 @@ struct ProbabilityConsumer : Consumer {
           const float probability = probability_of(forward, head, slope, s[e], row[c], i0 + 8 * g + c, key(r),
                                                    visible(r, 2 * g + c), slopes[c]);
           slopes[c] *= probability * kHandedScale;
-          s[e] = probability * kept_pair.factor(forward, c);
+          s[e] = probability * kept.factor(forward, e);
         }
         handed[2 * g + r] = ptx::pack(slopes[0], slopes[1]);
       }
@@ -312,7 +316,7 @@ struct GradientConsumer : Consumer {
   // dout . v becomes ds.
   __device__ void differentiate(const Steps& steps, const Ring& ring, const unsigned (&handed)[kQueries / 4]) {
     const Head head = steps.query_head();
-    const int i0 = steps.m * kQueries + 2 * (lane & 3);
+    const Kept<kQueries / 8, false> kept(p.forward, head, key(0), query(steps));
     const auto value = [](unsigned pair, int which) {
       return to_float(static_cast<Element>(which == 0 ? pair & 0xFFFF : pair >> 16)) * (1.0f / kHandedScale);
     };
@@ -322,11 +326,10 @@ struct GradientConsumer : Consumer {
       load_statistics(row, ring, g);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const KeptPair kept_pair(p.forward, head, i0 + 8 * g, key(r));
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int e = 4 * g + 2 * r + c;
-          s[e] = score_gradient(value(handed[2 * g + r], c), s[e], kept_pair.factor(p.forward, c), row[2 + c], 1.0f);
+          s[e] = score_gradient(value(handed[2 * g + r], c), s[e], kept.factor(p.forward, e), row[2 + c], 1.0f);
         }
       }
     }

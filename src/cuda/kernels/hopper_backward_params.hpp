@@ -31,6 +31,8 @@ struct HopperBackwardParams {
   int* turns;                    // [batch, heads_q, query_tiles]: how many key tiles have added to its dq
   int* tickets;                  // how many key tiles have been taken
   GradientRows dq_rows, dk, dv;  // dq_rows: of hopper_backward_queries.cuh
+  void* dbias;                   // of the bias's type, an element for every score
+  HopperForwardParams::Strides4 dbias_strides;
 
   Divisor query_tiles;      // of a head
   Divisor heads_kv, group;  // group: query heads of a key-value head

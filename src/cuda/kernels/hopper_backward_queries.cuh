@@ -210,36 +210,49 @@ struct Consumer {
     large_lse = from[2 * QUERIES] != 0.0f;
   }
 
-  __device__ void finish_plain() {
+  // A block in which nothing is hidden, and no option is in use but dropout.
+  __device__ void finish_plain(const Blocks& blocks) {
     const float scale = p.forward.scale * kLog2E;
+    const Kept<kKeys / 8, true> kept(p.forward, blocks.head, row[0], blocks.next * kKeys + 2 * (lane & 3));
 #pragma unroll
-    for (int e = 0; e < kKeys / 2; e += 2) {
-      const int r = e >> 1 & 1;
-      const float p0 = ptx::exp2(fmaf(s[e], scale, minus_lse[r])), p1 = ptx::exp2(fmaf(s[e + 1], scale, minus_lse[r]));
-      ds[e / 2] = pack_gradients((dp[e] + minus_d[r]) * p0, (dp[e + 1] + minus_d[r]) * p1);
+    for (int g = 0; g < kKeys / 8; ++g) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float gradient[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int e = 4 * g + 2 * r + c;
+          gradient[c] = fmaf(dp[e], kept.factor(p.forward, e), minus_d[r]) * ptx::exp2(fmaf(s[e], scale, minus_lse[r]));
+        }
+        ds[2 * g + r] = pack_gradients(gradient[0], gradient[1]);
+      }
     }
   }
   __device__ void finish_any(const Blocks& blocks) {
     const float slope = slope_of(p.forward, blocks.head);
     const int j0 = blocks.next * kKeys + 2 * (lane & 3);
     const auto visible = visible_of_two<kKeys / 4, true>(p.forward, blocks.head, row[0], j0);
+    const Kept<kKeys / 8, true> kept(p.forward, blocks.head, row[0], j0);
 #pragma unroll
-    for (int e = 0; e < kKeys / 2; e += 2) {
-      if (visible.nothing_of(e / 4)) {
-        ds[e / 2] = 0;
+    for (int g = 0; g < kKeys / 8; ++g) {
+      if (visible.nothing_of(g)) {
+        ds[2 * g] = ds[2 * g + 1] = 0;
         continue;
       }
-      const int r = e >> 1 & 1, j = j0 + 8 * (e / 4);
-      const KeptPair kept_pair(p.forward, blocks.head, row[r], j, true);
-      float gradient[2];
+      const int j = j0 + 8 * g;
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float derivative;
-        const float probability = probability_of(p.forward, blocks.head, slope, s[e + c], minus_lse[r], row[r], j + c,
-                                                 visible(r, e / 4 * 2 + c), derivative);
-        gradient[c] = score_gradient(probability, dp[e + c], kept_pair.factor(p.forward, c), minus_d[r], derivative);
+      for (int r = 0; r < 2; ++r) {
+        float gradient[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int e = 4 * g + 2 * r + c;
+          float derivative;
+          const float probability = probability_of(p.forward, blocks.head, slope, s[e], minus_lse[r], row[r], j + c,
+                                                   visible(r, 2 * g + c), derivative);
+          gradient[c] = score_gradient(probability, dp[e], kept.factor(p.forward, e), minus_d[r], derivative);
+        }
+        ds[2 * g + r] = pack_gradients(gradient[0], gradient[1]);
       }
-      ds[e / 2] = pack_gradients(gradient[0], gradient[1]);
     }
   }
 
@@ -263,7 +276,7 @@ struct Consumer {
       if (kOptions || large_lse || blocks.edge(row[0] - 16 * warp - lane / 4)) {
         finish_any(blocks);
       } else {
-        finish_plain();
+        finish_plain(blocks);
       }
       const unsigned slot = k_ring.slot;
       blocks.advance();

@@ -1,7 +1,7 @@
 // What the options of attention say of one score, and which scores they leave visible: what every kernel asks.
 //
-// Constants of the compilation: FLOAT16 (the type of a bias that has the type of q), SOFTCAP, BIAS, MASK, BLOCK_MASK,
-// as in hopper_forward.cuh.
+// Constants of the compilation: FLOAT16 (the type of a bias that has the type of q), SOFTCAP, ALIBI, BIAS, MASK,
+// BLOCK_MASK, DROPOUT, as in hopper_forward.cuh.
 #pragma once
 
 #define HEADRACE_INDEX int
@@ -113,6 +113,41 @@ __device__ inline unsigned all_visible_by_data(const Params& p, const Head& head
   }
   return seen;
 }
+
+// What dropout leaves of a thread's elements: element 4 g + 2 r + c is of own + 8 r, where lanes 4 apart have
+// neighbours, and of other + 8 g + c; `other` is even. A Philox call is for 2 x 2 neighbours, so that two such lanes
+// need the same two of a group g: each makes one. By a loop, few calls at a time: for more there are no registers. The
+// whole warp must be here.
+template <int kGroups, bool kOwnIsQuery>
+struct Kept {
+  unsigned bits[DROPOUT ? (kGroups + 7) / 8 : 1];
+
+  __device__ Kept(const Params& p, const Head& head, int own, int other) {
+    if constexpr (!DROPOUT) return;
+    const bool odd = (own & 1) != 0;
+    const int mine = odd ? own + 8 : own;
+#pragma unroll
+    for (int first = 0; first < kGroups; first += 8) {
+      unsigned& word = bits[first / 8] = 0;
+#pragma unroll 2
+      for (int g = 0; g < 8 && first + g < kGroups; ++g) {
+        const int others = other + 8 * (first + g), i = kOwnIsQuery ? mine : others, j = kOwnIsQuery ? others : mine;
+        const Philox random = Philox::make(static_cast<unsigned>(j >> 1), static_cast<unsigned>(i >> 1),
+                                           static_cast<unsigned>(head.h), static_cast<unsigned>(head.b), p.seed);
+        const auto kept = [&](int n) { return random.word[n] >= p.dropout_threshold ? 1u : 0u; };
+        const unsigned of_even = kept(0) | kept(kOwnIsQuery ? 1 : 2) << 1;
+        const unsigned of_odd = kept(kOwnIsQuery ? 2 : 1) | kept(3) << 1;
+        const unsigned received = __shfl_xor_sync(~0u, odd ? of_even : of_odd, 4);
+        word |= (odd ? received | of_odd << 2 : of_even | received << 2) << (4 * g);
+      }
+    }
+  }
+  __device__ bool operator()(int element) const { return (bits[element / 32] >> (element % 32) & 1) != 0; }
+  __device__ float factor(const Params& p, int element) const {
+    if constexpr (!DROPOUT) return 1.0f;
+    return (*this)(element) ? p.dropout_kept : 0.0f;
+  }
+};
 
 // What brings a product q . k to a score, or to the argument of a cap.
 __device__ inline float scale_of(const Params& p) { return SOFTCAP ? p.scale_over_softcap : p.scale; }

@@ -32,7 +32,7 @@ bool rows_are_aligned(const void* data, const RowStrides& s) {
   return (reinterpret_cast<std::uintptr_t>(data) | bits) % tma_alignment == 0;
 }
 
-BackwardPass::BackwardPass(const Problem& p, int queries)
+BackwardPass::BackwardPass(const Problem& p, int queries, bool dbias_apart)
     : CudaKernel(p),
       query_tiles_(ceil_div(p.seqlen_q, queries)),
       statistics_(backward_statistics_source(p, queries)),
@@ -48,7 +48,7 @@ BackwardPass::BackwardPass(const Problem& p, int queries)
   statistics_.load();
   plan_statistics();
   if (p.need_dsinks) sinks_.emplace(backward_sinks_source(queries)).load();
-  if (p.need_dbias) plan_bias(queries);
+  if (p.need_dbias && dbias_apart) plan_bias(queries);
 }
 
 std::size_t BackwardPass::take(std::int64_t bytes) {

@@ -17,8 +17,9 @@ bool rows_are_aligned(const void* data, const RowStrides& strides);
 // All that can be known of the kernels' arguments without the pointers of a call is made when planning.
 class BackwardPass : public CudaKernel {
  public:
-  // queries: of a tile of the statistics. Loads the kernels: a context of the device must be current.
-  BackwardPass(const Problem& problem, int queries);
+  // queries: of a tile of the statistics. dbias_apart: whether its gradient, where it is wanted, is made here, and not
+  // by launch_gradients(). Loads the kernels: a context of the device must be current.
+  BackwardPass(const Problem& problem, int queries, bool dbias_apart);
 
   [[nodiscard]] std::size_t workspace_bytes() const final { return workspace_bytes_; }
   void execute(const Buffers& buffers, std::byte* workspace) const final;

@@ -19,7 +19,7 @@ constexpr std::array<HopperBackwardTile, 5> tiles = {{
 }};
 
 std::vector<KernelSource> main_sources(const HopperBackwardTile& t, bool float16, bool small_scale, bool deterministic,
-                                       const Constants& options) {
+                                       bool dbias, const Constants& options) {
   const auto source = [&](const std::string& name, const Constants& shape) {
     KernelSource result{.entry = name,
                         .file = name + ".cuh",
@@ -36,8 +36,8 @@ std::vector<KernelSource> main_sources(const HopperBackwardTile& t, bool float16
   if (t.two_passes())
     return {source("hopper_backward_keys", {{"STAGES", t.stages}}),
             source("hopper_backward_queries", {{"K_STAGES", t.k_stages}, {"V_STAGES", t.v_stages}})};
-  return {
-      source("hopper_backward", {{"STAGES", t.stages}, {"PREFETCH", t.prefetch}, {"DETERMINISTIC", deterministic}})};
+  return {source("hopper_backward",
+                 {{"STAGES", t.stages}, {"PREFETCH", t.prefetch}, {"DETERMINISTIC", deterministic}, {"DBIAS", dbias}})};
 }
 
 KernelSource statistics_source(hr_dtype dtype, std::int64_t value_dim, int queries) {
@@ -92,8 +92,15 @@ bool accumulates_onto_zeros(const Problem& p, const HopperBackwardTile& tile) {
   return !takes_turns(p, tile) || p.has_block_mask;
 }
 
+bool makes_dbias(const Problem& p, const HopperBackwardTile& tile) {
+  const std::int64_t scores[4] = {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k};
+  const int other_options = (p.softcap > 0) + p.has_alibi + p.has_mask + p.has_block_mask + (p.dropout_p > 0);
+  return p.need_dbias && !tile.two_passes() && other_options <= 1 && std::equal(scores, scores + 4, p.bias_shape);
+}
+
 std::vector<KernelSource> hopper_backward_sources(const Problem& p, const HopperBackwardTile& tile) {
-  return main_sources(tile, p.dtype == HR_FLOAT16, has_small_scale(p), takes_turns(p, tile), option_constants(p));
+  return main_sources(tile, p.dtype == HR_FLOAT16, has_small_scale(p), takes_turns(p, tile), makes_dbias(p, tile),
+                      option_constants(p));
 }
 KernelSource backward_statistics_source(const Problem& p, int queries) {
   return statistics_source(p.dtype, p.value_dim, queries);
@@ -107,6 +114,15 @@ KernelSource backward_gradient_source(const Problem& p, BackwardTarget target, i
 KernelSource backward_convert_source(const Problem& p, const HopperBackwardTile& tile) {
   return convert_source(tile, p.dtype == HR_FLOAT16, accumulates_onto_zeros(p, tile));
 }
+KernelSource backward_bias_zeros_source(const Problem& p, const HopperBackwardTile& tile) {
+  KernelSource source{
+      .entry = "backward_bias_zeros",
+      .file = "backward_bias_zeros.cuh",
+      .constants = {{"FLOAT16", p.dtype == HR_FLOAT16}, {"KEYS", tile.keys}, {"QUERIES", tile.queries}}};
+  const Constants options = option_constants(p);
+  source.constants.insert(source.constants.end(), options.begin(), options.end());
+  return source;
+}
 KernelSource backward_sinks_source(int queries) {
   return {.entry = "backward_sinks", .file = "backward_sinks.cuh", .constants = {{"QUERIES", queries}}};
 }
@@ -119,7 +135,7 @@ std::vector<KernelSource> backward_standard_set() {
   for (const HopperBackwardTile& tile : tiles) {
     for (const bool float16 : {false, true}) {
       for (const bool deterministic : {false, true}) {
-        for (const KernelSource& source : main_sources(tile, float16, true, deterministic, plain_constants()))
+        for (const KernelSource& source : main_sources(tile, float16, true, deterministic, false, plain_constants()))
           add(source);
         if (!tile.two_passes()) add(convert_source(tile, float16, !deterministic));
       }

@@ -30,6 +30,7 @@ KernelSource backward_convert_source(const Problem& problem, const HopperBackwar
 // queries: of a tile of the statistics.
 KernelSource backward_statistics_source(const Problem& problem, int queries);
 KernelSource backward_sinks_source(int queries);
+KernelSource backward_bias_zeros_source(const Problem& problem, const HopperBackwardTile& tile);
 
 enum class BackwardTarget { dq, dk, dv, bias };  // TARGET of backward_gradient.cuh
 inline constexpr int gradient_tile = 64, gradient_threads = 128;
@@ -45,6 +46,10 @@ bool is_done_in_order(const Problem& problem, const HopperBackwardTile& tile);
 bool takes_turns(const Problem& problem, const HopperBackwardTile& tile);
 // Whether dq is summed onto zeros, and not stored by the key tile that comes first.
 bool accumulates_onto_zeros(const Problem& problem, const HopperBackwardTile& tile);
+
+// Whether hopper_backward makes the gradient of the bias itself: where that has an element for every score, and there
+// are not so many options that the kernel would be too long.
+bool makes_dbias(const Problem& problem, const HopperBackwardTile& tile);
 
 // What the build compiles ahead: every tile in both types, and float32.
 std::vector<KernelSource> backward_standard_set();

@@ -12,7 +12,7 @@ namespace {
 class GradientBackward final : public BackwardPass {
  public:
   GradientBackward(const Problem& p, int multiprocessors)
-      : BackwardPass(p, gradient_tile), multiprocessors_(multiprocessors) {
+      : BackwardPass(p, gradient_tile, true), multiprocessors_(multiprocessors) {
     plan(BackwardTarget::dq, p.dq, p.seqlen_q, p.heads_q, p.head_dim);
     plan(BackwardTarget::dk, p.dk, p.seqlen_k, p.heads_kv, p.head_dim);
     plan(BackwardTarget::dv, p.dv, p.seqlen_k, p.heads_kv, p.value_dim);

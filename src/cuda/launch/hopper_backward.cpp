@@ -16,7 +16,7 @@
 namespace headrace::cuda {
 namespace {
 
-constexpr int rows_of_warp = 16, convert_threads = 256;
+constexpr int rows_of_warp = 16, convert_threads = 256, bias_zeros_threads = 256;
 
 // dq, dk or dv.
 struct Gradient {
@@ -41,7 +41,7 @@ struct Gradient {
 class HopperBackward final : public BackwardPass {
  public:
   HopperBackward(const Problem& p, int multiprocessors)
-      : BackwardPass(p, hopper_backward_tile(p).queries),
+      : BackwardPass(p, hopper_backward_tile(p).queries, !makes_dbias(p, hopper_backward_tile(p))),
         tile_(hopper_backward_tile(p)),
         multiprocessors_(multiprocessors),
         key_tiles_(ceil_div(p.seqlen_k, tile_.keys)),
@@ -65,6 +65,8 @@ class HopperBackward final : public BackwardPass {
       queries_.emplace(sources[1]).load();
       return;
     }
+    if (makes_dbias(p, tile_) && (is_banded(p) || p.has_block_mask))
+      bias_zeros_.emplace(backward_bias_zeros_source(p, tile_)).load();
     convert_.emplace(backward_convert_source(p, tile_)).load();
     plan_convert();
     turns_offset_ = take(4 * (all_query_tiles() + 1));  // one more: the tickets
@@ -114,9 +116,10 @@ class HopperBackward final : public BackwardPass {
   // In which order key tiles are worked on, see Item in hopper_backward.cuh.
   void set_order(HopperBackwardParams& params) const {
     const Problem& p = problem_;
-    // A head's q, dout, dq. So many heads' leave room in 50 MiB of L2 cache for the keys.
+    // A key-value head's q, dout, dq. So many heads' leave room in 50 MiB of L2 cache for the keys.
     constexpr std::int64_t room = std::int64_t{34} << 20, most_of_gang = (std::int64_t{1} << 31) - 1;
-    const std::int64_t of_head = p.seqlen_q * (6 * p.head_dim + 2 * p.value_dim), heads = p.batch * p.heads_kv;
+    const std::int64_t of_head = p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.value_dim);
+    const std::int64_t heads = p.batch * p.heads_kv;
     const std::int64_t most_heads = std::clamp<std::int64_t>(room / std::max<std::int64_t>(of_head, 1), 1, heads);
     const std::int64_t most_members =
         std::clamp<std::int64_t>(most_of_gang / std::max<std::int64_t>(query_tiles(), 1), 1, multiprocessors_);
@@ -159,6 +162,7 @@ class HopperBackward final : public BackwardPass {
     params_.heads_kv = divisor(p.heads_kv);
     params_.group = divisor(p.group());
     params_.query_tiles = divisor(query_tiles());
+    params_.dbias_strides = {p.dbias.batch, p.dbias.head, p.dbias.query, p.dbias.key};
     if (key_blocks() > 0) set_order(params_);
   }
 
@@ -172,6 +176,7 @@ class HopperBackward final : public BackwardPass {
     params.dq_rows = dq_.at(buffers.dq);
     params.dk = dk_.at(buffers.dk);
     params.dv = dv_.at(buffers.dv);
+    params.dbias = buffers.dbias;
 
     // Without queries or keys nothing of them is loaded, but a map needs memory behind it.
     const auto map_of = [&](std::size_t input, const void* data) {
@@ -189,6 +194,11 @@ class HopperBackward final : public BackwardPass {
       const std::int64_t blocks =
           tile_.two_passes() ? key_blocks() : std::min<std::int64_t>(key_blocks(), multiprocessors_);
       launch(main_->in(context), static_cast<unsigned>(blocks), HopperBackwardTile::threads, buffers.stream, arguments);
+    }
+    if (any_q && bias_zeros_) {
+      void* arguments[] = {&params};
+      launch(bias_zeros_->in(context), static_cast<unsigned>(all_query_tiles()), bias_zeros_threads, buffers.stream,
+             arguments);
     }
     if (any_q && tile_.two_passes()) {
       CUtensorMap dq = dq_.map(params.dq_rows, q);
@@ -234,7 +244,7 @@ class HopperBackward final : public BackwardPass {
 
   const HopperBackwardTile& tile_;
   std::optional<PlannedKernel> main_;  // hopper_backward, or hopper_backward_keys
-  std::optional<PlannedKernel> queries_, convert_;
+  std::optional<PlannedKernel> queries_, convert_, bias_zeros_;
   int multiprocessors_;
   std::int64_t key_tiles_;  // of a head
   Gradient dq_, dk_, dv_;
