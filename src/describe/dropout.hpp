@@ -19,7 +19,7 @@ struct Philox {
   HEADRACE_HOST_DEVICE static constexpr Philox make(Uint32 c0, Uint32 c1, Uint32 c2, Uint32 c3, Uint64 key) {
     Uint32 k0 = static_cast<Uint32>(key), k1 = static_cast<Uint32>(key >> 32);
     for (int round = 0; round < 10; ++round) {
-      const Uint64 p0 = Uint64{multiplier0} * c0, p1 = Uint64{multiplier1} * c2;
+      const Uint64 p0 = product(c0, multiplier0), p1 = product(c2, multiplier1);
       const Uint32 n0 = static_cast<Uint32>(p1 >> 32) ^ c1 ^ k0;
       const Uint32 n2 = static_cast<Uint32>(p0 >> 32) ^ c3 ^ k1;
       c1 = static_cast<Uint32>(p1);
@@ -30,6 +30,17 @@ struct Philox {
       k1 += weyl1;
     }
     return {{c0, c1, c2, c3}};
+  }
+
+  // Device compilers take this for a product of 64-bit numbers, with an addition more, unless they are told.
+  HEADRACE_HOST_DEVICE static constexpr Uint64 product(Uint32 a, Uint32 b) {
+#ifdef __CUDA_ARCH__
+    Uint64 result;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(result) : "r"(a), "r"(b));
+    return result;
+#else
+    return Uint64{a} * b;
+#endif
   }
 
   static constexpr Uint32 multiplier0 = 0xD2511F53u, multiplier1 = 0xCD9E8D57u;

@@ -505,7 +505,7 @@ TEST_F(BackwardCases, KeyTilesThatABlockMaskHides) {
   for (const auto& [dim, seqlen_k] :
        {std::pair(64, 700), std::pair(64, 2300), std::pair(128, 700), std::pair(256, 700)}) {
     for (const bool deterministic : {false, true}) {
-      Spec s = spec(1, 1, 4, 1000, seqlen_k, dim);
+      Spec s = spec(1, 1, 4, 300, seqlen_k, dim);
       s.deterministic = deterministic;
       s.blocks.present = true;
       s.blocks.block_q = 16, s.blocks.block_k = 128;
@@ -517,6 +517,30 @@ TEST_F(BackwardCases, KeyTilesThatABlockMaskHides) {
       run(call);
     }
   }
+}
+
+// What is stored as it lies in shared memory, and element by element; zeros where no tile is visited.
+TEST_F(BackwardCases, GradientOfABiasOfEveryScore) {
+  std::vector<Spec> specs;
+  for (const std::int64_t dim : {64, 96, 128})
+    for (const std::int64_t seqlen_k : {264, 301, 2304})
+      for (const Causal causal : {Causal::none, Causal::bottom_right})
+        for (const bool of_input_dtype : {false, true})
+          for (const bool blocks : {false, true}) {
+            Spec s = spec(2, 2, 2, 130, seqlen_k, dim);
+            if (seqlen_k > 2000) s.batch = 1, s.heads_kv = 1;
+            s.causal = causal;
+            s.deterministic = dim == 64;
+            s.bias.present = s.dbias = true;
+            s.bias.full = {true, true, true, true};
+            s.bias.of_input_dtype = of_input_dtype;
+            s.blocks.present = blocks;
+            s.blocks.block_q = 128, s.blocks.block_k = 64;
+            s.blocks.hidden = 0.6;
+            specs.push_back(s);
+          }
+  load_variants(specs, Passes::both);
+  run_all(specs);
 }
 
 TEST_F(BackwardCases, SinksTakeWeightOnce) {

@@ -50,6 +50,8 @@ constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
 // A warpgroup's half of dq of a step, 64 x 64: rows where there are 128, else columns.
 constexpr bool kHalfIsRows = kQueries == 128;
 static_assert(!(DBIAS && kManyOptions));  // finish_any() passes over what is hidden
+// Whether ds, as it is in shared memory for dq, is the gradient of the bias: TMA can store it from there.
+constexpr bool kDsIsDbias = DBIAS && BIAS == 1 && !FLOAT16 && !SOFTCAP;
 static_assert(kHalfIsRows ? HEAD_DIM == 64 : kQueries == 64 && kHeadPanels == 2);
 constexpr int kHalfFloats = 64 * 64;
 constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
@@ -280,6 +282,7 @@ struct Sender {
 
 struct Consumer {
   const HopperBackwardParams& p;
+  const ptx::TensorMap& dbias;
   Shared& shared;
   const int warpgroup, warp, lane;
 
@@ -293,6 +296,10 @@ struct Consumer {
   ptx::RingPosition<kSenders> dq_ring;  // of the step before
 
   unsigned base;  // of shared memory, as descriptors of operands have it
+
+  // Of the step before: where its ds belongs.
+  int last_m;
+  Head last_head;
 
   // Where a thread reads and writes. Made in each step, of a number that the compiler does not keep: registers are
   // short.
@@ -475,7 +482,9 @@ struct Consumer {
           const float kept = keeps.factor(forward, e);
           of_p[c] = probability * kept;
           const float gradient = score_gradient(probability, dp[e], kept, row[2 + c], 1.0f);
-          if constexpr (DBIAS) store_dbias(head, i, j, gradient);
+          if constexpr (DBIAS) {
+            if (!kDsIsDbias || p.dbias_by_tma == 0) store_dbias(head, i, j, gradient);
+          }
           of_ds[c] = gradient * derivative;
         }
         probabilities[2 * g + r] = ptx::pack(of_p[0], of_p[1]);
@@ -544,6 +553,9 @@ struct Consumer {
     ring.advance();
     const unsigned next_slot = uniform(ring.slot), buffer = uniform(count & 1);
 
+    if constexpr (kDsIsDbias) {
+      if (warp == 0 && lane == 0) ptx::tma_store_wait_read();  // ds of this buffer has been stored: it is written below
+    }
     wait_turn();
     ptx::wgmma_fence();
     multiply_queries<VALUE_DIM>(dv, probabilities, dout_right(slot, kQueryPanelBytes));
@@ -556,7 +568,10 @@ struct Consumer {
 #pragma unroll
     for (int n = 0; n < kQueries / 16; ++n)
       ptx::store_matrices_transposed(ds_to + n * (16 * 128), ds[4 * n], ds[4 * n + 1], ds[4 * n + 2], ds[4 * n + 3]);
-    if (!first) ptx::mbarrier_wait(ptx::shared_address(&shared.ds_full[(count - 1) & 1]), ((count - 1) >> 1) & 1);
+    if (!first) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.ds_full[(count - 1) & 1]), ((count - 1) >> 1) & 1);
+      send_dbias(steps, buffer ^ 1);
+    }
     ptx::wgmma_wait<1>();
     ptx::pin(dv);
     ptx::wgmma_fence();
@@ -589,6 +604,20 @@ struct Consumer {
     ptx::pin(s);
     ptx::pin(dp);
     ++count;
+    if constexpr (kDsIsDbias) {
+      last_m = steps.m;
+      last_head = steps.query_head();
+    }
+  }
+
+  // ds of the step before, from where it is in shared memory, to the gradient of the bias.
+  __device__ void send_dbias(const Steps& steps, unsigned buffer) const {
+    if constexpr (!kDsIsDbias) return;
+    const int key0 = steps.tile.n * kKeys + warpgroup * kOwnKeys;
+    if (p.dbias_by_tma == 0 || warp != 0 || lane != 0 || key0 >= p.forward.seqlen_k) return;
+    ptx::tma_store(dbias, ptx::shared_address(shared.ds[buffer][warpgroup]), key0, last_m * kQueries, last_head.h,
+                   last_head.b);
+    ptx::tma_store_commit();
   }
 
   // What was written to shared memory, ds of this step and dq of the one before, may be read by tensor cores and TMA.
@@ -604,9 +633,10 @@ struct Consumer {
   }
 
   // dq of the last step.
-  __device__ void last_dq() {
+  __device__ void last_dq(const Steps& steps) {
     const unsigned buffer = (count - 1) & 1;
     ptx::mbarrier_wait(ptx::shared_address(&shared.ds_full[buffer]), ((count - 1) >> 1) & 1);
+    send_dbias(steps, buffer);
     ptx::wgmma_fence();
     multiply_dq(uniform(buffer));
     ptx::wgmma_commit();
@@ -650,7 +680,7 @@ struct Consumer {
         steps.m = following.m;
         steps.left = following.left;
       }
-      last_dq();
+      last_dq(steps);
     } else {
       // The loading thread may still be looking for a step, and must see keys_empty in the phase before this item's.
       ptx::mbarrier_wait(ptx::shared_address(&shared.k_full), parity);
@@ -671,7 +701,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_backward(const __grid_constant__ ptx::TensorMap q, const __grid_constant__ ptx::TensorMap k,
                     const __grid_constant__ ptx::TensorMap v, const __grid_constant__ ptx::TensorMap dout,
                     const __grid_constant__ ptx::TensorMap dk, const __grid_constant__ ptx::TensorMap dv,
-                    const __grid_constant__ HopperBackwardParams p) {
+                    const __grid_constant__ ptx::TensorMap dbias, const __grid_constant__ HopperBackwardParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = static_cast<int>(threadIdx.x);
@@ -708,7 +738,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     ptx::take_registers<240>();
-    Consumer consumer{.p = p, .shared = shared, .warpgroup = warpgroup, .warp = (thread / 32) & 3, .lane = thread & 31};
+    Consumer consumer{.p = p,
+                      .dbias = dbias,
+                      .shared = shared,
+                      .warpgroup = warpgroup,
+                      .warp = (thread / 32) & 3,
+                      .lane = thread & 31};
     consumer.run(dk, dv);
   }
 }

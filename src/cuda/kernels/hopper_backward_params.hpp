@@ -33,6 +33,7 @@ struct HopperBackwardParams {
   GradientRows dq_rows, dk, dv;  // dq_rows: of hopper_backward_queries.cuh
   void* dbias;                   // of the bias's type, an element for every score
   HopperForwardParams::Strides4 dbias_strides;
+  int dbias_by_tma;  // it has a tensor map
 
   Divisor query_tiles;      // of a head
   Divisor heads_kv, group;  // group: query heads of a key-value head

@@ -18,14 +18,14 @@ namespace {
 
 constexpr int rows_of_warp = 16, convert_threads = 256, bias_zeros_threads = 256;
 
-// dq, dk or dv.
+// dq, dk or dv; or that of the bias, whose rows are queries.
 struct Gradient {
   RowsOfHeads rows;
   bool walkable;  // by TMA, which writes 16 bytes at a time, behind the end of a row too
   PlannedTensorMap planned_map;
 
-  Gradient(const RowsOfHeads& of, hr_dtype type)
-      : rows(of), walkable(of.size % 8 == 0 && tma_obstacle(of, type).empty()), planned_map(of, type, rows_of_warp) {}
+  Gradient(const RowsOfHeads& of, hr_dtype type, int box_rows = rows_of_warp)
+      : rows(of), walkable(of.size % 8 == 0 && tma_obstacle(of, type).empty()), planned_map(of, type, box_rows) {}
   [[nodiscard]] GradientRows at(void* data) const {
     return {.to = data,
             .strides = by_row(rows.strides),
@@ -67,6 +67,12 @@ class HopperBackward final : public BackwardPass {
     }
     if (makes_dbias(p, tile_) && (is_banded(p) || p.has_block_mask))
       bias_zeros_.emplace(backward_bias_zeros_source(p, tile_)).load();
+    // kDsIsDbias of the kernel.
+    if (makes_dbias(p, tile_) && p.dtype == HR_BFLOAT16 && p.bias_dtype == p.dtype && p.softcap == 0 &&
+        p.dbias.key == 1) {
+      const RowStrides strides{.batch = p.dbias.batch, .row = p.dbias.query, .head = p.dbias.head};
+      dbias_.emplace(RowsOfHeads{p.batch, p.seqlen_q, p.heads_q, p.seqlen_k, strides}, p.dtype, tile_.queries);
+    }
     convert_.emplace(backward_convert_source(p, tile_)).load();
     plan_convert();
     turns_offset_ = take(4 * (all_query_tiles() + 1));  // one more: the tickets
@@ -176,7 +182,9 @@ class HopperBackward final : public BackwardPass {
     params.dq_rows = dq_.at(buffers.dq);
     params.dk = dk_.at(buffers.dk);
     params.dv = dv_.at(buffers.dv);
+    const GradientRows dbias_rows = dbias_ ? dbias_->at(buffers.dbias) : GradientRows{};
     params.dbias = buffers.dbias;
+    params.dbias_by_tma = dbias_rows.by_tma;
 
     // Without queries or keys nothing of them is loaded, but a map needs memory behind it.
     const auto map_of = [&](std::size_t input, const void* data) {
@@ -189,11 +197,14 @@ class HopperBackward final : public BackwardPass {
     CUtensorMap dout = any_q ? map_of(3, buffers.dout) : k;
     if (any_k) {
       CUtensorMap dk = dk_.map(params.dk, k), dv = dv_.map(params.dv, k);
-      void* arguments[] = {&q, &k, &v, &dout, &dk, &dv, &params};
+      CUtensorMap dbias = dbias_ ? dbias_->map(dbias_rows, k) : k;
+      void* one_pass[] = {&q, &k, &v, &dout, &dk, &dv, &dbias, &params};
+      void* two_passes[] = {&q, &k, &v, &dout, &dk, &dv, &params};
       // hopper_backward's blocks of threads stay.
       const std::int64_t blocks =
           tile_.two_passes() ? key_blocks() : std::min<std::int64_t>(key_blocks(), multiprocessors_);
-      launch(main_->in(context), static_cast<unsigned>(blocks), HopperBackwardTile::threads, buffers.stream, arguments);
+      launch(main_->in(context), static_cast<unsigned>(blocks), HopperBackwardTile::threads, buffers.stream,
+             tile_.two_passes() ? two_passes : one_pass);
     }
     if (any_q && bias_zeros_) {
       void* arguments[] = {&params};
@@ -248,6 +259,7 @@ class HopperBackward final : public BackwardPass {
   int multiprocessors_;
   std::int64_t key_tiles_;  // of a head
   Gradient dq_, dk_, dv_;
+  std::optional<Gradient> dbias_;                  // where ds is stored as it is
   std::array<std::optional<TmaInput>, 4> inputs_;  // q, k, v, dout
   HopperBackwardParams params_{};
   BackwardConvertParams convert_params_{};
