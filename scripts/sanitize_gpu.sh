@@ -2,6 +2,11 @@
 # compute-sanitizer over a reduced set of the GPU tests: out-of-bounds and misaligned accesses (memcheck), races on
 # shared memory (racecheck). Needs a GPU and compute-sanitizer; a few minutes.
 #
+# No racecheck of the backward pass: its threads read what others wrote or copied to shared memory, and then one lane
+# arrives on the mbarrier for its warp, behind __syncwarp() or a named barrier. Racecheck (of CUDA 13.0) does not follow
+# that order and reports every such read, also in a program of twenty lines. It reports nothing of either where every lane
+# arrives for itself.
+#
 # Usage: scripts/sanitize_gpu.sh TESTS_FOLDER LOG_FOLDER      (TESTS_FOLDER: build/release/tests/cuda)
 set -uo pipefail
 tests=$1 logs=$2
@@ -17,10 +22,9 @@ sanitize() {
   runs[$name]=$!
 }
 
-for pass in forward backward; do
-  sanitize memcheck $pass 0.02 "*Random.*:*Cases.*"
-  sanitize racecheck $pass 0.004 "*Random.*:*Cases.EveryHeadDim*:*Cases.HeadsThatShareKeys"
-done
+sanitize memcheck forward 0.02 "*Random.*:*Cases.*"
+sanitize memcheck backward 0.02 "*Random.*:*Cases.*"
+sanitize racecheck forward 0.004 "*Random.*:*Cases.EveryHeadDim*:*Cases.HeadsThatShareKeys"
 sanitize memcheck wgmma 1 '*'
 
 failed=0
