@@ -164,7 +164,6 @@ struct VectorProducts {
   static constexpr Index kRows = kBlockRows;  // rows of a group, which share the columns that they need
   static constexpr Index kGroups = 1;         // groups of a step: their scores stay in the L1 cache
 
-  static Scaling<C> scaling(const Problem& p) { return Scaling<C>(p); }
   static C pack_queries(const Rows& rows, const Scaling<C>& scaling, C* q) {
     return pack_transposed(rows, scaling.before, kBlockRows, q);
   }
@@ -172,8 +171,8 @@ struct VectorProducts {
     return pack_transposed(rows, begin, end, C{1}, panel_width<C>(), kt);
   }
   // maxima: of the lanes of each row, -inf before; true if they are told.
-  static bool scores(ScoreRules<C>& rules, const Step<C>& step, const KeyTile<VectorProducts>& key_tile, C* scores,
-                     C* maxima) {
+  static bool scores(const ScoreRules<C>& rules, const Step<C>& step, const KeyTile<VectorProducts>& key_tile,
+                     C* scores, C* maxima) {
     const Index depth = rules.problem.head_dim;
     const C* const q = step.q + step.row * depth;
     if (may_overflow(step.q_magnitude, static_cast<C>(key_tile.facts->k_magnitude), depth)) {
@@ -199,7 +198,6 @@ struct StreamProducts {
   using Kernel = StreamKernel;
   static constexpr Index kRows = stream_rows;
 
-  static Scaling<C> scaling(const Problem& p) { return Scaling<C>(p); }
   static C pack_queries(const Rows& rows, const Scaling<C>& scaling, C* q, C* temp) {
     with_elements<C>(rows.data, rows.dtype, [&](auto* data) HEADRACE_ATTR {
       for (Index r = 0; r < rows.count; ++r) {
@@ -219,14 +217,13 @@ struct PairProducts {
   using Values = PairRightRows;
   static constexpr Index kRows = kBlockRows, kGroups = 1;
 
-  static Scaling<float> scaling(const Problem& p) { return Scaling<float>(p); }
   static float pack_queries(const Rows& rows, const Scaling<float>& scaling, float* q) {
     return pack_pairs_transposed(rows, 0, rows.count, scaling.before, kBlockRows, reinterpret_cast<Pair*>(q));
   }
   static float pack_keys(const Rows& rows, Index begin, Index end, float* kt) {
     return pack_pairs_transposed(rows, begin, end, 1.0f, panel_width<float>(), reinterpret_cast<Pair*>(kt));
   }
-  static bool scores(ScoreRules<float>& rules, const Step<float>& step, const KeyTile<PairProducts>& key_tile,
+  static bool scores(const ScoreRules<float>& rules, const Step<float>& step, const KeyTile<PairProducts>& key_tile,
                      float* scores, float* maxima) {
     const Index dim = rules.problem.head_dim, depth = pairs_of(dim);
     const auto* q = reinterpret_cast<const Pair*>(step.q) + step.row * depth;
@@ -246,32 +243,25 @@ struct PairProducts {
   }
 };
 
-// The same on AMX tiles. q is not scaled before it is rounded, so the scale comes after the product.
+// The same on AMX tiles.
 struct AmxProducts {
   using Number = float;
   using Values = AmxRightRows;
   static constexpr Index kRows = kAmxRows, kGroups = 3;
 
-  static Scaling<float> scaling(const Problem& p) {
-    Scaling<float> scaling(p);
-    scaling.before = scaling.unit = 1;
-    scaling.after = static_cast<float>(p.scale);
-    return scaling;
-  }
-  static float pack_queries(const Rows& rows, const Scaling<float>& /*scaling*/, float* q) {
-    return amx_pack_left(rows, reinterpret_cast<BFloat16*>(q));
+  static float pack_queries(const Rows& rows, const Scaling<float>& scaling, float* q) {
+    return amx_pack_left(rows, scaling.before, reinterpret_cast<BFloat16*>(q));
   }
   static float pack_keys(const Rows& rows, Index begin, Index end, float* kt) {
     return amx_pack_keys(rows, begin, end, reinterpret_cast<BFloat16*>(kt));
   }
-  static bool scores(ScoreRules<float>& rules, const Step<float>& step, const KeyTile<AmxProducts>& key_tile,
+  static bool scores(const ScoreRules<float>& rules, const Step<float>& step, const KeyTile<AmxProducts>& key_tile,
                      float* scores, float* /*maxima*/) {
     const Index depth = rules.problem.head_dim;
     const auto* q = reinterpret_cast<const BFloat16*>(step.q);
     const auto* k = reinterpret_cast<const BFloat16*>(key_tile.kt);
     if (may_overflow(step.q_magnitude, static_cast<float>(key_tile.facts->k_magnitude), depth)) {
-      rules.scaling.after = 1;
-      amx_score_product_wide(step.groups, step.group_count, depth, q, k, rules.problem.scale, scores);
+      amx_score_product_wide(step.groups, step.group_count, depth, q, k, scores);
     } else {
       amx_score_product(step.groups, step.group_count, key_tile.keys.size(), depth, q, k, scores);
     }
@@ -303,19 +293,14 @@ void finish_weights(const Buffers& buffers, const ScoreRules<C>& head_rules, con
   const auto [rows, begin, end] = columns;
   const Index rounded = begin + round_up(end - begin, 2 * n);
   C* const out = state.out + row * ld_out;
-  const auto rules_of = [&](Index h) HEADRACE_ATTR {
-    ScoreRules<C> rules(p, buffers, b, h);
-    rules.scaling = head_rules.scaling;
-    return rules;
-  };
   const bool plain = head_rules.plain(kind);
   const bool whole = plain && end == rounded;  // as the product left them, and with its maxima
   for (Index r = 0; r < rows && !whole; ++r) {
     C* s = scores + r * tile_stride;
     if (!plain) {
       const Index h = tile.head_of(row + r);
-      finish_scores(h == tile.head ? head_rules : rules_of(h), kind, tile.row_of(row + r), first_key, begin, end, s,
-                    static_cast<C*>(nullptr), temp);
+      finish_scores(h == tile.head ? head_rules : ScoreRules<C>(p, buffers, b, h), kind, tile.row_of(row + r),
+                    first_key, begin, end, s, static_cast<C*>(nullptr), temp);
     }
     std::fill(s + end, s + rounded, kMinusInf<C>);
   }
@@ -345,7 +330,7 @@ void finish_weights(const Buffers& buffers, const ScoreRules<C>& head_rules, con
 
 // A step of one query tile against one key tile: scores, weights, and their product with the values.
 template <class Products, typename C = typename Products::Number>
-void forward_step(const Buffers& buffers, ScoreRules<C>& head_rules, const TileState<C>& state, TileKind kind,
+void forward_step(const Buffers& buffers, const ScoreRules<C>& head_rules, const TileState<C>& state, TileKind kind,
                   const Step<C>& step, const KeyTile<Products>& key_tile, const ForwardScratch<C>& scratch,
                   Index ld_out) {
   const QueryTile& tile = state.tile;
@@ -381,12 +366,10 @@ void forward_step(const Buffers& buffers, ScoreRules<C>& head_rules, const TileS
 
 // One query tile against one key tile.
 template <class Products, typename C = typename Products::Number>
-void forward_tile(const Problem& p, const Buffers& buffers, Index b, const Scaling<C>& scaling,
-                  const TileState<C>& state, TileKind kind, const KeyTile<Products>& key_tile,
-                  const ForwardScratch<C>& scratch, Index ld_out) {
+void forward_tile(const Problem& p, const Buffers& buffers, Index b, const TileState<C>& state, TileKind kind,
+                  const KeyTile<Products>& key_tile, const ForwardScratch<C>& scratch, Index ld_out) {
   const Index group_count = ceil_div(state.tile.size(), Products::kRows);
-  ScoreRules<C> rules(p, buffers, b, state.tile.head);
-  rules.scaling = scaling;
+  const ScoreRules<C> rules(p, buffers, b, state.tile.head);
   GroupColumns groups[kMaxGroups];
   for (Index g = 0; g < group_count; ++g) {
     groups[g] =
@@ -529,7 +512,7 @@ class ForwardTaskRun {
         buffers_(buffers),
         task_(plan.tasks[index]),
         seq_(p_.sequences[static_cast<std::size_t>(task_.sequence)]),
-        scaling_(Products::scaling(p_)),
+        scaling_(p_),
         packed_(plan.packed[static_cast<std::size_t>(task_.sequence)]),
         shared_(workspace.shared),
         scratch_(plan, workspace.scratch),
@@ -595,7 +578,7 @@ class ForwardTaskRun {
         key_tile.pack(0, key_tile.keys.size());
         key_tile.finish_packing();
       }
-      forward_tile(p_, buffers_, task_.sequence, scaling_, state, kind, key_tile, scratch_, plan_.ld_out);
+      forward_tile(p_, buffers_, task_.sequence, state, kind, key_tile, scratch_, plan_.ld_out);
     }
   }
 
@@ -638,8 +621,7 @@ class ForwardTaskRun {
     for (std::size_t n = 0; n < count; ++n) {
       if (tiles[n].columns.begin >= tiles[n].columns.end) continue;
       const TileState<C>& state = tiles_[visiting[n]];
-      ScoreRules<C> rules(p_, buffers_, task_.sequence, state.tile.head);
-      rules.scaling = scaling_;
+      const ScoreRules<C> rules(p_, buffers_, task_.sequence, state.tile.head);
       stream_scores_wide<typename Products::Kernel>(tiles[n]);
       C kept[stream_rows + hn::MaxLanes(Wide<C>())];
       finish_weights<stream_rows>(buffers_, rules, state, kinds[n], tiles[n].columns, 0, keys.begin, C{1},
@@ -730,7 +712,7 @@ void merge_splits(const ForwardPlan& plan, const Buffers& buffers, std::size_t i
   using C = typename Products::Number;
   const Problem& p = *plan.problem;
   const ForwardTask& task = plan.tasks[index];
-  const C unit = Products::scaling(p).unit;
+  const C unit = Scaling<C>(p).unit;
   const PartialState<C> merged(plan, workspace.shared, index);
   const QueryTile tile = plan.tile_of(task, t);
   const Index first = t * plan.tile_rows;

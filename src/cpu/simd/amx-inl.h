@@ -9,6 +9,7 @@
 #endif
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "cpu/kernels.hpp"
@@ -49,8 +50,9 @@ class AmxScope {
   AmxScope& operator=(const AmxScope&) = delete;
 };
 
-// Left operand: tile (r / 16, k / 32) of element (r, k) at ((r / 16) * depth_tiles + k / 32) * kAmxTile.
-HWY_NOINLINE float amx_pack_left(const Rows& rows, BFloat16* dst) {
+// Left operand, times factor, a power of two: tile (r / 16, k / 32) of element (r, k) at ((r / 16) * depth_tiles + k /
+// 32) * kAmxTile. Returns the largest magnitude, with the factor; NaN is passed over.
+HWY_NOINLINE float amx_pack_left(const Rows& rows, float factor, BFloat16* dst) {
   const auto* data = static_cast<const BFloat16*>(rows.data);
   const Index depth_tiles = ceil_div(rows.size, kAmxDepth);
   BFloat16Magnitude magnitude;
@@ -59,10 +61,10 @@ HWY_NOINLINE float amx_pack_left(const Rows& rows, BFloat16* dst) {
     for (Index k = 0; k < rows.size; k += kAmxDepth, target += kAmxTile) {
       const __m512i x = load_bfloat16(data + rows.at(r), k, rows.size);
       magnitude.see(x);
-      _mm512_storeu_si512(target, x);
+      _mm512_storeu_si512(target, factor == 1.0f ? x : times_power_of_two(x, factor));
     }
   }
-  return magnitude.value();
+  return magnitude.value() * std::abs(factor);
 }
 
 // Right operand of q . k: rows [begin, end) of the keys, begin a multiple of 16, in tiles (row / 16, k / 32); pair k /
@@ -139,9 +141,9 @@ struct AmxRightRows : HiddenRows<float> {
   }
 };
 
-// amx_score_product in double, slowly, and times the scale.
+// amx_score_product in double, slowly.
 HWY_NOINLINE void amx_score_product_wide(const GroupColumns* groups, Index group_count, Index depth,
-                                         const BFloat16* left, const BFloat16* right, double scale, float* scores) {
+                                         const BFloat16* left, const BFloat16* right, float* scores) {
   const Index depth_tiles = ceil_div(depth, kAmxDepth);
   for (Index g = 0; g < group_count; ++g) {
     for (Index r = 0; r < groups[g].rows; ++r) {
@@ -153,7 +155,7 @@ HWY_NOINLINE void amx_score_product_wide(const GroupColumns* groups, Index group
                  static_cast<double>(right[(c / kAmxRows * depth_tiles + tile) * kAmxTile + in_tile / 2 * kAmxDepth +
                                            c % kAmxRows * 2 + in_tile % 2]);
         }
-        scores[(g * kAmxRows + r) * tile_stride + c] = static_cast<float>(scale * sum);
+        scores[(g * kAmxRows + r) * tile_stride + c] = static_cast<float>(sum);
       }
     }
   }

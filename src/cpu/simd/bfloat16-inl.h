@@ -30,6 +30,16 @@ HWY_INLINE __m512i load_bfloat16(const BFloat16* row, Index first, Index size) {
   return _mm512_maskz_loadu_epi16(mask, row + first);
 }
 
+// The elements times a power of two: exact, unless they become subnormal.
+HWY_INLINE __m512i times_power_of_two(__m512i x, float factor) {
+  const __m512 scale = _mm512_set1_ps(factor);
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+  const __m512 first = _mm512_mul_ps(scale, _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)));
+  const __m512 second = _mm512_mul_ps(scale, _mm512_castsi512_ps(_mm512_and_si512(x, upper)));
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(first), 16),
+                         _mm512_and_si512(_mm512_castps_si512(second), upper));
+}
+
 // The largest magnitude among elements; NaN is passed over.
 class BFloat16Magnitude {
  public:

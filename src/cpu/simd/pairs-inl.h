@@ -65,8 +65,6 @@ HWY_NOINLINE inline float pack_pairs_transposed(const Rows& rows, Index begin, I
                                                 Pair* dst) {
   const auto* data = static_cast<const BFloat16*>(rows.data);
   const Index pairs = pairs_of(rows.size);
-  const __m512 scale = _mm512_set1_ps(factor);
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
   BFloat16Magnitude magnitude;
   for (Index r = begin; r < end;) {
     const Index in_group = std::min<Index>(16, group - r % group);
@@ -80,11 +78,7 @@ HWY_NOINLINE inline float pack_pairs_transposed(const Rows& rows, Index begin, I
       for (int i = 0; i < 16; ++i) {
         row[i] = i < count ? load_bfloat16(data + rows.at(r + i), k, rows.size) : _mm512_setzero_si512();
         magnitude.see(row[i]);
-        if (factor == 1.0f) continue;
-        const __m512 first = _mm512_mul_ps(scale, _mm512_castsi512_ps(_mm512_slli_epi32(row[i], 16)));
-        const __m512 second = _mm512_mul_ps(scale, _mm512_castsi512_ps(_mm512_and_si512(row[i], upper)));
-        row[i] = _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(first), 16),
-                                 _mm512_and_si512(_mm512_castps_si512(second), upper));
+        if (factor != 1.0f) row[i] = times_power_of_two(row[i], factor);
       }
       transpose16(row);
       const Index here = std::min<Index>(16, pairs - k / 2);
