@@ -15,6 +15,7 @@
 #include <cmath>
 
 #include "cpu/kernels.hpp"
+#include "cpu/simd/amx-inl.h"
 #include "cpu/simd/attributes-inl.h"
 #include "cpu/simd/gemm-inl.h"
 #include "cpu/simd/math-inl.h"
@@ -32,7 +33,7 @@ namespace headrace::cpu::HWY_NAMESPACE {
 template <typename C>
 struct BackwardMemory {
   C *q, *dout, *kt, *vt, *k_rows, *p, *ds, *dk, *dv, *row, *dbias;
-  BFloat16 *p_pairs, *ds_pairs, *ds_rounded;
+  BFloat16 *p_rounded, *ds_rounded, *ds_rows_rounded;
   C *delta, *lse, *dq_accumulator;
   std::int32_t* turns;
 
@@ -47,9 +48,9 @@ struct BackwardMemory {
     p = at(scratch, plan.p), ds = at(scratch, plan.ds);
     dk = at(scratch, plan.dk), dv = at(scratch, plan.dv);
     row = at(scratch, plan.row), dbias = at(scratch, plan.dbias);
-    p_pairs = reinterpret_cast<BFloat16*>(scratch + plan.p_pairs);
-    ds_pairs = reinterpret_cast<BFloat16*>(scratch + plan.ds_pairs);
+    p_rounded = reinterpret_cast<BFloat16*>(scratch + plan.p_rounded);
     ds_rounded = reinterpret_cast<BFloat16*>(scratch + plan.ds_rounded);
+    ds_rows_rounded = reinterpret_cast<BFloat16*>(scratch + plan.ds_rows_rounded);
   }
 
  private:
@@ -162,6 +163,7 @@ template <typename C>
 struct VectorGradients {
   using Number = C;
   using Right = RightRows<C>;
+  static constexpr Index kRows = kBlockRows;  // of a group, which share the columns that they need
 
   static C pack_left(const Rows& rows, C factor, C* dst) { return pack_transposed(rows, factor, kBlockRows, dst); }
   static C pack_keys(const Rows& rows, C* dst) { return pack_transposed(rows, C{1}, panel_width<C>(), dst); }
@@ -181,6 +183,7 @@ struct VectorGradients {
 struct PairGradients {
   using Number = float;
   using Right = PairRightRows;
+  static constexpr Index kRows = kBlockRows;
 
   static float pack_left(const Rows& rows, float factor, float* dst) {
     return pack_pairs_transposed(rows, 0, rows.count, factor, kBlockRows, reinterpret_cast<Pair*>(dst));
@@ -201,17 +204,49 @@ struct PairGradients {
         const float* const first = values + r * tile_stride;
         round_row_pair(first, r + 1 < rows ? first + tile_stride : nullptr, keys, pairs + r * tile_stride);
       };
-      pair(memory.p, memory.p_pairs);
-      pair(memory.ds, memory.ds_pairs);
+      pair(memory.p, memory.p_rounded);
+      pair(memory.ds, memory.ds_rounded);
     }
     for (Index r = 0; r < rows; ++r)
-      round_weights(memory.ds + r * tile_stride, 0, keys, memory.ds_rounded + r * weight_stride);
+      round_weights(memory.ds + r * tile_stride, 0, keys, memory.ds_rows_rounded + r * weight_stride);
   }
-  static const Pair* p(const BackwardMemory<float>& memory) { return reinterpret_cast<const Pair*>(memory.p_pairs); }
-  static const Pair* ds(const BackwardMemory<float>& memory) { return reinterpret_cast<const Pair*>(memory.ds_pairs); }
-  static const Pair* ds_of_rows(const BackwardMemory<float>& memory) {
+  static const Pair* p(const BackwardMemory<float>& memory) { return reinterpret_cast<const Pair*>(memory.p_rounded); }
+  static const Pair* ds(const BackwardMemory<float>& memory) {
     return reinterpret_cast<const Pair*>(memory.ds_rounded);
   }
+  static const Pair* ds_of_rows(const BackwardMemory<float>& memory) {
+    return reinterpret_cast<const Pair*>(memory.ds_rows_rounded);
+  }
+};
+
+// The same on AMX tiles: of p and ds, the products with dout and q read the transpose.
+struct AmxGradients {
+  using Number = float;
+  using Right = AmxRightRows;
+  static constexpr Index kRows = kAmxRows;
+
+  static float pack_left(const Rows& rows, float factor, float* dst) {
+    return amx_pack_left(rows, factor, reinterpret_cast<BFloat16*>(dst));
+  }
+  static float pack_keys(const Rows& rows, float* dst) {
+    return amx_pack_keys(rows, 0, rows.count, reinterpret_cast<BFloat16*>(dst));
+  }
+  static void scores(GradientTile<float>& tile, Index dim, const float* left, const float* right, bool wide,
+                     float* target) {
+    const auto *a = reinterpret_cast<const BFloat16*>(left), *b = reinterpret_cast<const BFloat16*>(right);
+    if (wide) return amx_score_product_wide(tile.groups, tile.group_count, dim, a, b, target);
+    amx_score_product(tile.groups, tile.group_count, tile.keys.size(), dim, a, b, target);
+  }
+  static void round(const GradientTile<float>& tile, const BackwardMemory<float>& memory) {
+    const Index rows = tile.rows.rows, keys = tile.keys.size();
+    amx_round_transposed(memory.p, rows, keys, memory.p_rounded);
+    amx_round_transposed(memory.ds, rows, keys, memory.ds_rounded);
+    for (Index r = 0; r < rows; ++r)
+      round_weights(memory.ds + r * tile_stride, 0, keys, memory.ds_rows_rounded + r * weight_stride);
+  }
+  static const BFloat16* p(const BackwardMemory<float>& memory) { return memory.p_rounded; }
+  static const BFloat16* ds(const BackwardMemory<float>& memory) { return memory.ds_rounded; }
+  static const BFloat16* ds_of_rows(const BackwardMemory<float>& memory) { return memory.ds_rows_rounded; }
 };
 #endif
 
@@ -220,48 +255,90 @@ template <class Gradients, typename C = typename Gradients::Number>
 void gradient_tile(const ScoreRules<C>& rules, GradientTile<C>& tile, Gradient gradient, const C* lse, const C* delta,
                    const BackwardMemory<C>& memory) {
   const Problem& p = rules.problem;
-  tile.group_count = ceil_div(tile.rows.size(), kBlockRows);
+  constexpr Index group_rows = Gradients::kRows;
+  tile.group_count = ceil_div(tile.rows.size(), group_rows);
   for (Index g = 0; g < tile.group_count; ++g) {
-    tile.groups[g] = group_columns<C>(rules.vis, tile.kind, tile.rows, g, tile.keys.begin, tile.keys.size());
+    tile.groups[g] =
+        group_columns<C, group_rows>(rules.vis, tile.kind, tile.rows, g, tile.keys.begin, tile.keys.size());
   }
   Gradients::scores(tile, p.head_dim, tile.q, memory.kt, may_overflow(tile.q_magnitude, tile.k_magnitude, p.head_dim),
                     memory.p);
   Gradients::scores(tile, p.value_dim, tile.dout, memory.vt,
                     may_overflow(tile.dout_magnitude, tile.v_magnitude, p.value_dim), memory.ds);
   for (Index r = 0; r < tile.rows.rows; ++r) {
-    const GroupColumns& group = tile.groups[r / kBlockRows];
+    const GroupColumns& group = tile.groups[r / group_rows];
     tile.prefetch(r);
     gradient_row(rules, tile, gradient, tile.rows.row + r, group.begin, group.end, lse[r], delta[r],
                  memory.p + r * tile_stride, memory.ds + r * tile_stride, memory.row);
   }
 }
 
-// target[key] += sum over rows of weights[row][key] * right[row]: the products with transposed tiles. units: the
-// weights as the product reads them.
+// Rows of the tile that may see keys [begin, end) of it.
+template <typename C>
+Range rows_that_see(const ScoreRules<C>& rules, const GradientTile<C>& tile, Index begin, Index end) {
+  if (tile.kind != TileKind::edge) return {0, tile.rows.rows};
+  const Range seen = rules.vis.rows_of_keys({tile.keys.begin + begin, tile.keys.begin + end});
+  const Index first = std::clamp<Index>(seen.begin - tile.rows.row, 0, tile.rows.rows);
+  return {first, std::clamp<Index>(seen.end - tile.rows.row, first, tile.rows.rows)};
+}
+
+// target[key] += sum over rows of units (row, key) * right[row]: the products with transposed tiles.
 template <class Right, typename T, typename C = typename Unit<T>::Sum>
-void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& tile, const C* weights, const T* units,
-                            const Right& right, C* target, Index ld) {
+void multiply_transposed(const ScoreRules<C>& rules, const GradientTile<C>& tile, const T* units, const Right& right,
+                         C* target, Index ld) {
   constexpr Index elements = Unit<T>::elements;
   const Index n = lanes<C>(), vecs = ld / n, count = tile.keys.size();
   for (Index vec = 0; vec < vecs; vec += kBlockVecs) {
     for (Index c = 0; c < count; c += kBlockRows) {
       const Index keys = std::min<Index>(kBlockRows, count - c);
-      Index begin = 0, end = tile.rows.rows;
-      if (tile.kind == TileKind::edge) {
-        const Range seen = rules.vis.rows_of_keys({tile.keys.begin + c, tile.keys.begin + c + keys});
-        begin = std::clamp<Index>(seen.begin - tile.rows.row, 0, tile.rows.rows);
-        end = std::clamp<Index>(seen.end - tile.rows.row, begin, tile.rows.rows);
-      }
-      if (begin == end) continue;
-      begin /= elements;
+      const Range rows = rows_that_see(rules, tile, c, c + keys);
+      if (rows.empty()) continue;
+      const Index begin = rows.begin / elements;
       gemm<Left::transposed_tile, Into::add>(keys, std::min<Index>(kBlockVecs, vecs - vec),
-                                             ceil_div(end, elements) - begin, units + begin * tile_stride + c,
+                                             ceil_div(rows.end, elements) - begin, units + begin * tile_stride + c,
                                              right.at(begin, vec), target + c * ld + vec * n, ld);
     }
   }
+}
+
+// target[row] += sum over keys of units (row, key) * right[key].
+template <class Right, typename T, typename C = typename Unit<T>::Sum>
+void multiply_rows(const GradientTile<C>& tile, const T* units, const Right& right, C* target, Index ld, Index vecs) {
+  add_tile_product(tile.groups, tile.group_count, units, right, target, ld, vecs);
+}
+
+#if HWY_TARGET == HWY_AVX3_DL
+void multiply_transposed(const ScoreRules<float>& rules, const GradientTile<float>& tile, const BFloat16* transposed,
+                         const AmxRightRows& right, float* target, Index ld) {
+  constexpr Index most_groups = 3;
+  const Index count = tile.keys.size();
+  for (Index c = 0; c < count; c += most_groups * kAmxRows) {
+    const Index group_count = std::min(most_groups, ceil_div(count - c, kAmxRows));
+    GroupColumns groups[most_groups];
+    for (Index g = 0; g < group_count; ++g) {
+      const Index first = c + g * kAmxRows, keys = std::min(kAmxRows, count - first);
+      const Range rows = rows_that_see(rules, tile, first, first + keys);
+      groups[g] = {.rows = keys, .begin = rows.begin, .end = rows.end};
+    }
+    amx_add_product(groups, group_count, transposed + c * transposed_stride, transposed_stride, right, target + c * ld,
+                    ld);
+  }
+}
+
+void multiply_rows(const GradientTile<float>& tile, const BFloat16* weights, const AmxRightRows& right, float* target,
+                   Index ld, Index /*vecs*/) {
+  amx_add_product(tile.groups, tile.group_count, weights, weight_stride, right, target, ld);
+}
+#endif
+
+// target[key] += sum over rows of weights[row][key] * right[row]. units: the weights as the product reads them.
+template <class Right, typename T, typename C>
+void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& tile, const C* weights, const T* units,
+                            const Right& right, C* target, Index ld) {
+  multiply_transposed(rules, tile, units, right, target, ld);
   for (Index bad = 0; bad < right.bad->count; ++bad) {
     const Index r = right.bad->rows[bad];
-    for (Index c = 0; c < count; ++c) {
+    for (Index c = 0; c < tile.keys.size(); ++c) {
       if (rules.visible(tile.rows.row + r, tile.keys.begin + c)) {
         right.add_bad(r, weights[r * tile_stride + c], target + c * ld);
       }
@@ -270,10 +347,10 @@ void add_transposed_product(const ScoreRules<C>& rules, const GradientTile<C>& t
 }
 
 // dq[row] += sum over keys of ds[row][key] * k[key]. units: ds as the product reads it.
-template <class Right, typename T, typename C = typename Unit<T>::Sum>
+template <class Right, typename T, typename C>
 void add_query_gradient(const ScoreRules<C>& rules, const GradientTile<C>& tile, const C* ds, const T* units,
                         const Right& k, C* dq, Index dq_stride, Index vecs) {
-  add_tile_product(tile.groups, tile.group_count, units, k, dq, dq_stride, vecs);
+  multiply_rows(tile, units, k, dq, dq_stride, vecs);
   for (Index bad = 0; bad < k.bad->count; ++bad) {
     const Index c = k.bad->rows[bad];
     for (Index r = 0; r < tile.rows.rows; ++r) {
@@ -394,7 +471,7 @@ void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t
         }
         tile.q_magnitude = static_cast<C>(queries.facts->q_magnitude);
         tile.dout_magnitude = static_cast<C>(queries.facts->dout_magnitude);
-        const Index statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin;
+        const Index statistics = plan.head_row(b, h) + rows.begin;
         gradient_tile<Gradients>(rules, tile, Gradient::score, memory.lse + statistics, memory.delta + statistics,
                                  memory);
         Gradients::round(tile, memory);
@@ -414,8 +491,7 @@ void backward_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t
           dq = static_cast<C*>(buffers.dq) + p.dq.at(p.ragged ? 0 : b, seq.q_begin + rows.begin, h);
           dq_stride = p.dq.row;
         } else {
-          dq = memory.dq_accumulator +
-               (plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin) * plan.ld_q;
+          dq = memory.dq_accumulator + (plan.head_row(b, h) + rows.begin) * plan.ld_q;
           dq_stride = plan.ld_q;
         }
         add_query_gradient(rules, tile, memory.ds, Gradients::ds_of_rows(memory), k, dq, dq_stride, plan.ld_q / n);
@@ -436,7 +512,7 @@ void prepare(const BackwardPlan& plan, const Buffers& buffers, Index b, Index h,
   const Problem& p = *plan.problem;
   const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
   const BackwardMemory<C> memory(plan, workspace);
-  const Index batch = p.ragged ? 0 : b, statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len;
+  const Index batch = p.ragged ? 0 : b, statistics = plan.head_row(b, h);
   const Wide<C> d;
   const Index n = lanes<C>();
   for (Index i = 0; i < seq.q_len; ++i) {
@@ -484,7 +560,7 @@ void finish(const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, 
   const Problem& p = *plan.problem;
   const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
   const BackwardMemory<C> memory(plan, workspace);
-  const Index row = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len;
+  const Index row = plan.head_row(b, h);
   write_rows(memory.dq_accumulator + row * plan.ld_q, plan.ld_q,
              rows_of(p, nullptr, p.dq, b, h, seq.q_begin, seq.q_len, p.head_dim), buffers.dq);
 }
@@ -496,9 +572,9 @@ void sinks(const BackwardPlan& plan, const Buffers& buffers, Index h, Workspace 
   const BackwardMemory<C> memory(plan, workspace);
   const double sink = static_cast<double>(buffers.sinks[h * p.sinks_stride]);
   double sum = 0.0;
-  for (std::size_t b = 0; b < p.sequences.size(); ++b) {
-    const Index q_len = p.sequences[b].q_len;
-    for (Index r = plan.row_offset[b] + h * q_len; r < plan.row_offset[b] + (h + 1) * q_len; ++r) {
+  for (Index b = 0; b < p.batch; ++b) {
+    const Index first = plan.head_row(b, h);
+    for (Index r = first; r < first + p.sequences[static_cast<std::size_t>(b)].q_len; ++r) {
       const double lse = static_cast<double>(memory.lse[r]);
       if (lse == kMinusInf<double> || sink == kMinusInf<double>) continue;
       sum -= std::exp(sink - lse) * static_cast<double>(memory.delta[r]);
@@ -548,7 +624,7 @@ void bias_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t ind
               rows_of(p, buffers.dout, p.dout, b, h, first, rows.size(), p.value_dim), C{1}, memory.dout);
           tile.q = memory.q;
           tile.dout = memory.dout;
-          const Index statistics = plan.row_offset[static_cast<std::size_t>(b)] + h * seq.q_len + rows.begin;
+          const Index statistics = plan.head_row(b, h) + rows.begin;
           gradient_tile<VectorGradients<C>>(rules, tile, Gradient::bias, memory.lse + statistics,
                                             memory.delta + statistics, memory);
           for (Index r = 0; r < rows.size(); ++r) {
@@ -578,19 +654,21 @@ void bias_task(const BackwardPlan& plan, const Buffers& buffers, std::size_t ind
 }
 
 void add_backward(KernelTable& table) {
-#if HWY_TARGET == HWY_AVX3_DL
-  table.pairs = true;
-#endif
   table.backward_prepare = [](const BackwardPlan& plan, const Buffers& buffers, Index b, Index h, Workspace workspace) {
 #if HWY_TARGET == HWY_AVX3_DL
-    if (plan.pairs) return prepare<PairGradients>(plan, buffers, b, h, workspace);
+    if (plan.products == ProductKind::pairs) return prepare<PairGradients>(plan, buffers, b, h, workspace);
+    if (plan.products == ProductKind::amx) return prepare<AmxGradients>(plan, buffers, b, h, workspace);
 #endif
     plan.problem->dtype == HR_FLOAT64 ? prepare<VectorGradients<double>>(plan, buffers, b, h, workspace)
                                       : prepare<VectorGradients<float>>(plan, buffers, b, h, workspace);
   };
   table.backward = [](const BackwardPlan& plan, const Buffers& buffers, std::size_t task, Workspace workspace) {
 #if HWY_TARGET == HWY_AVX3_DL
-    if (plan.pairs) return backward_task<PairGradients>(plan, buffers, task, workspace);
+    if (plan.products == ProductKind::pairs) return backward_task<PairGradients>(plan, buffers, task, workspace);
+    if (plan.products == ProductKind::amx) {
+      const AmxScope scope;
+      return backward_task<AmxGradients>(plan, buffers, task, workspace);
+    }
 #endif
     plan.problem->dtype == HR_FLOAT64 ? backward_task<VectorGradients<double>>(plan, buffers, task, workspace)
                                       : backward_task<VectorGradients<float>>(plan, buffers, task, workspace);

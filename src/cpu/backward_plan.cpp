@@ -9,16 +9,18 @@ namespace headrace::cpu {
 BackwardPlan plan_backward(const Problem& p, const KernelTable& kernels) {
   BackwardPlan plan;
   plan.problem = &p;
-  plan.pairs = kernels.pairs && p.dtype == HR_BFLOAT16;
-  // Pairs take half the memory.
-  plan.tile_keys = (p.head_dim + p.value_dim) / (plan.pairs ? 2 : 1) <= backward_wide_below ? tile_k : tile_k / 2;
+  if (p.dtype == HR_BFLOAT16) plan.products = kernels.bfloat16;
+  const bool rounds = plan.products != ProductKind::vectors, amx = plan.products == ProductKind::amx;
+  if (amx) plan.row_multiple = amx_rows;
+  // bfloat16 takes half the memory.
+  plan.tile_keys = (p.head_dim + p.value_dim) / (rounds ? 2 : 1) <= backward_wide_below ? tile_k : tile_k / 2;
 
   Index rows = 0, tiles = 0;
-  for (const Sequence& seq : p.sequences) {
+  for (Index b = 0; b < p.batch; ++b) {
     plan.row_offset.push_back(rows);
     plan.tile_offset.push_back(tiles);
-    rows += p.heads_q * seq.q_len;
-    tiles += p.heads_q * ceil_div(seq.q_len, tile_q);
+    rows += p.heads_q * plan.head_rows(b);
+    tiles += p.heads_q * ceil_div(p.sequences[static_cast<std::size_t>(b)].q_len, tile_q);
   }
   // Key tiles outermost: neighbouring tasks then belong to different heads and do not wait for each other.
   const Index key_tiles = ceil_div(p.seqlen_k, plan.tile_keys);
@@ -58,16 +60,17 @@ BackwardPlan plan_backward(const Problem& p, const KernelTable& kernels) {
   const Index tile_rows = round_up(tile_q, kernels.rows), padded_keys = plan.tile_keys + 2 * lanes;
   const auto panels = [&](Index size) { return round_up(size, 2 * lanes); };
   Arena scratch;
-  plan.kt = scratch.add(bytes(padded_keys * p.head_dim));
-  plan.vt = scratch.add(bytes(padded_keys * p.value_dim));
+  const auto depth = [&](Index size) { return amx ? round_up(size, packed_pairs) : round_up(size, 2); };
+  plan.kt = scratch.add(bytes(padded_keys * depth(p.head_dim)));
+  plan.vt = scratch.add(bytes(padded_keys * depth(p.value_dim)));
   plan.k_rows = scratch.add(bytes(plan.tile_keys * panels(p.head_dim)));
   plan.p = scratch.add(bytes(tile_rows * tile_stride));
   plan.ds = scratch.add(bytes(tile_rows * tile_stride));
   plan.dk = scratch.add(bytes(std::max(plan.tile_keys * plan.ld_q, plan.ld_v)));  // also a row of dout
   plan.dv = scratch.add(bytes(plan.tile_keys * plan.ld_v));
   plan.row = scratch.add(bytes(3 * tile_stride));
-  if (plan.pairs) {
-    for (std::size_t* part : {&plan.p_pairs, &plan.ds_pairs, &plan.ds_rounded})
+  if (rounds) {
+    for (std::size_t* part : {&plan.p_rounded, &plan.ds_rounded, &plan.ds_rows_rounded})
       *part = scratch.add(bytes(tile_rows * tile_stride));
   }
   if (p.need_dbias) {
@@ -83,11 +86,12 @@ BackwardPlan plan_backward(const Problem& p, const KernelTable& kernels) {
   plan.turns = shared.add(static_cast<std::size_t>(tiles) * sizeof(std::int32_t));
   if (!plan.dq_direct) plan.dq_accumulator = shared.add(bytes(rows * plan.ld_q));
   Arena tile;
-  const auto operand = [&](Index elements) { return bytes(elements) / (plan.pairs ? 2 : 1); };
-  tile.add(operand(tile_rows * round_up(p.head_dim, 2)));
-  plan.tile_dout = tile.add(operand(tile_rows * round_up(p.value_dim, 2)));
-  plan.tile_q_rows = tile.add(operand(tile_q * panels(p.head_dim)));
-  plan.tile_dout_rows = tile.add(operand(tile_q * panels(p.value_dim)));
+  const auto operand = [&](Index elements) { return bytes(elements) / (rounds ? 2 : 1); };
+  const Index right_rows = amx ? round_up(tile_q, packed_pairs) : tile_q;
+  tile.add(operand(tile_rows * depth(p.head_dim)));
+  plan.tile_dout = tile.add(operand(tile_rows * depth(p.value_dim)));
+  plan.tile_q_rows = tile.add(operand(right_rows * panels(p.head_dim)));
+  plan.tile_dout_rows = tile.add(operand(right_rows * panels(p.value_dim)));
   plan.tile_facts = tile.add(sizeof(PackedQueries));
   plan.tile_bytes = tile.bytes;
   const std::size_t all_queries = static_cast<std::size_t>(tiles) * plan.tile_bytes;

@@ -275,7 +275,7 @@ struct AmxProducts {
       if (step.groups[g].begin < step.groups[g].end)
         keep_output(kept + first, step.groups[g].rows, out + first * ld_out, ld_out);
     }
-    amx_add_product(step.groups, step.group_count, scratch.weights, key_tile.v, out, ld_out);
+    amx_add_product(step.groups, step.group_count, scratch.weights, weight_stride, key_tile.v, out, ld_out);
   }
 };
 #endif

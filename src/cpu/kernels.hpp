@@ -133,19 +133,29 @@ struct BackwardPlan {
   std::vector<BackwardTask> tasks;
   std::vector<BiasTask> bias_tasks;
   std::vector<Index> row_offset;   // [batch]: rows of all heads before a sequence
+  Index row_multiple = 1;          // each head has a multiple of this many rows
   std::vector<Index> tile_offset;  // [batch]: query tiles of all heads before a sequence
   bool dq_direct = false;          // dq itself is the accumulator
-  bool pairs = false;              // products of pairs of bfloat16
-  Index ld_q = 0, ld_v = 0;        // row lengths of accumulators of head_dim and value_dim
+  ProductKind products = ProductKind::vectors;
+  Index ld_q = 0, ld_v = 0;  // row lengths of accumulators of head_dim and value_dim
   // Offsets in a thread's scratch memory, and in the shared workspace. q, dout: of dbias alone.
   std::size_t q = 0, dout = 0, kt = 0, vt = 0, k_rows = 0, p = 0, ds = 0, dk = 0, dv = 0;
   std::size_t row = 0, dbias = 0, scratch_bytes = 0;
-  std::size_t p_pairs = 0, ds_pairs = 0, ds_rounded = 0;  // p and ds rounded to bfloat16, for pairs
+  std::size_t p_rounded = 0, ds_rounded = 0, ds_rows_rounded = 0;  // p and ds as products of bfloat16 read them
   std::size_t delta = 0, lse = 0, turns = 0, dq_accumulator = 0, queries = 0, shared_bytes = 0;
   bool shares_queries = false;  // all query tiles are packed before the tasks begin; else each task packs its own
   std::size_t own_tile = 0;     // in scratch memory, where they are not shared
   // Parts of a packed query tile, which begins with q as a left operand; and its bytes.
   std::size_t tile_dout = 0, tile_q_rows = 0, tile_dout_rows = 0, tile_facts = 0, tile_bytes = 0;
+
+  // Rows that a head of a sequence has in statistics and accumulators, and the first of them.
+  [[nodiscard]] Index head_rows(Index b) const {
+    const Index rows = problem->sequences[static_cast<std::size_t>(b)].q_len;
+    return ceil_div(rows, row_multiple) * row_multiple;
+  }
+  [[nodiscard]] Index head_row(Index b, Index h) const {
+    return row_offset[static_cast<std::size_t>(b)] + h * head_rows(b);
+  }
 
   // The number of a query tile of a head, among those of all sequences.
   [[nodiscard]] Index tile_number(Index b, Index h, Index query_tile) const {
@@ -163,8 +173,7 @@ struct Workspace {
 struct KernelTable {
   Index lanes_f32 = 0, lanes_f64 = 0;           // elements of a vector
   Index rows = 0;                               // rows of a register block
-  ProductKind bfloat16 = ProductKind::vectors;  // of the forward pass
-  bool pairs = false;                           // the backward pass multiplies pairs of bfloat16
+  ProductKind bfloat16 = ProductKind::vectors;  // what multiplies it
 
   // Packs a key tile of all heads for the tasks of the forward pass.
   void (*forward_pack)(const ForwardPlan&, const Buffers&, std::size_t task, Workspace) = nullptr;

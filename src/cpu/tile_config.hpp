@@ -25,6 +25,9 @@ inline constexpr Index packed_multiple = 64;
 // Elements of a vector of bfloat16: rows that are multiplied in pairs take a multiple of this many.
 inline constexpr Index packed_pairs = 32;
 
+// Rows of a tile register of AMX: accumulators that it reads and writes have a multiple of this many.
+inline constexpr Index amx_rows = 16;
+
 // Distance of two rows of weights of bfloat16: one line more than the tile, for the sets of the L1 cache.
 inline constexpr Index weight_stride = tile_k + packed_pairs;
 

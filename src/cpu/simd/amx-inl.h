@@ -25,8 +25,8 @@
 HEADRACE_BEFORE_NAMESPACE();
 namespace headrace::cpu::HWY_NAMESPACE {
 
-inline constexpr Index kAmxRows = 16;   // of a tile register: rows, columns of a result, pairs of a right operand
-inline constexpr Index kAmxDepth = 32;  // elements of a sum that one instruction takes
+inline constexpr Index kAmxRows = amx_rows;  // of a tile register: rows, columns of a result, pairs of a right operand
+inline constexpr Index kAmxDepth = 32;       // elements of a sum that one instruction takes
 inline constexpr Index kAmxTile = kAmxRows * kAmxDepth;  // elements of a tile
 
 // Configures all tile registers as 16 rows of 64 bytes while it lives. Loads of tiles are nothing to the compiler
@@ -52,7 +52,7 @@ class AmxScope {
 
 // Left operand, times factor, a power of two: tile (r / 16, k / 32) of element (r, k) at ((r / 16) * depth_tiles + k /
 // 32) * kAmxTile. Returns the largest magnitude, with the factor; NaN is passed over.
-HWY_NOINLINE float amx_pack_left(const Rows& rows, float factor, BFloat16* dst) {
+HWY_NOINLINE inline float amx_pack_left(const Rows& rows, float factor, BFloat16* dst) {
   const auto* data = static_cast<const BFloat16*>(rows.data);
   const Index depth_tiles = ceil_div(rows.size, kAmxDepth);
   BFloat16Magnitude magnitude;
@@ -69,7 +69,7 @@ HWY_NOINLINE float amx_pack_left(const Rows& rows, float factor, BFloat16* dst) 
 
 // Right operand of q . k: rows [begin, end) of the keys, begin a multiple of 16, in tiles (row / 16, k / 32); pair k /
 // 2 of the keys of a tile is its row k / 2 % 16. Missing keys are zeros.
-HWY_NOINLINE float amx_pack_keys(const Rows& rows, Index begin, Index end, BFloat16* dst) {
+HWY_NOINLINE inline float amx_pack_keys(const Rows& rows, Index begin, Index end, BFloat16* dst) {
   const auto* data = static_cast<const BFloat16*>(rows.data);
   const Index depth_tiles = ceil_div(rows.size, kAmxDepth);
   BFloat16Magnitude magnitude;
@@ -142,8 +142,8 @@ struct AmxRightRows : HiddenRows<float> {
 };
 
 // amx_score_product in double, slowly.
-HWY_NOINLINE void amx_score_product_wide(const GroupColumns* groups, Index group_count, Index depth,
-                                         const BFloat16* left, const BFloat16* right, float* scores) {
+HWY_NOINLINE inline void amx_score_product_wide(const GroupColumns* groups, Index group_count, Index depth,
+                                                const BFloat16* left, const BFloat16* right, float* scores) {
   const Index depth_tiles = ceil_div(depth, kAmxDepth);
   for (Index g = 0; g < group_count; ++g) {
     for (Index r = 0; r < groups[g].rows; ++r) {
@@ -163,8 +163,8 @@ HWY_NOINLINE void amx_score_product_wide(const GroupColumns* groups, Index group
 
 // scores[r][c] = left row r . right row c for the columns that each group of 16 rows, at most 3, needs. One right tile
 // is loaded for all groups: 4 loads for 3 products, which take longer.
-HWY_NOINLINE void amx_score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth,
-                                    const BFloat16* left, const BFloat16* right, float* scores) {
+HWY_NOINLINE inline void amx_score_product(const GroupColumns* groups, Index group_count, Index keys, Index depth,
+                                           const BFloat16* left, const BFloat16* right, float* scores) {
   const Index depth_tiles = ceil_div(depth, kAmxDepth);
   const Index group = depth_tiles * kAmxTile;
   constexpr int stride = kAmxDepth * sizeof(BFloat16), score_stride = tile_stride * sizeof(float);
@@ -199,11 +199,33 @@ HWY_NOINLINE void amx_score_product(const GroupColumns* groups, Index group_coun
   }
 }
 
+// The transpose of rows of weights of a tile, rounded to bfloat16: element (r, c) at transposed[c * transposed_stride +
+// r]. Rows to the next multiple of 32 are zeros; columns to the next multiple of 16 are written too.
+inline constexpr Index transposed_stride = (tile_q + kAmxDepth - 1) / kAmxDepth * kAmxDepth;
+HWY_NOINLINE inline void amx_round_transposed(const float* weights, Index rows, Index columns, BFloat16* transposed) {
+  for (Index c = 0; c < columns; c += kAmxRows) {
+    for (Index r = 0; r < rows; r += kAmxDepth) {
+      __m512i pairs[16];
+      HEADRACE_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        const float* const first = weights + (r + 2 * i) * tile_stride + c;
+        pairs[i] = r + 2 * i < rows ? round_pairs(first, r + 2 * i + 1 < rows ? first + tile_stride : nullptr)
+                                    : _mm512_setzero_si512();
+      }
+      transpose16(pairs);
+      HEADRACE_UNROLL
+      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(transposed + (c + i) * transposed_stride + r, pairs[i]);
+    }
+  }
+}
+
 // target[row] += sum over columns c of weights[row][c] * v row c, for the columns that each group of 16 rows needs.
-HWY_NOINLINE void amx_add_product(const GroupColumns* groups, Index group_count, const BFloat16* weights,
-                                  const AmxRightRows& v, float* target, Index target_stride) {
-  const Index column_tiles = v.column_tiles();
-  constexpr int stride = kAmxDepth * sizeof(BFloat16), row_stride = weight_stride * sizeof(BFloat16);
+// Rows of a target always are whole groups.
+HWY_NOINLINE inline void amx_add_product(const GroupColumns* groups, Index group_count, const BFloat16* weights,
+                                         Index weights_stride, const AmxRightRows& v, float* target,
+                                         Index target_stride) {
+  const Index column_tiles = v.column_tiles(), row_stride = weights_stride * static_cast<Index>(sizeof(BFloat16));
+  constexpr int stride = kAmxDepth * sizeof(BFloat16);
   const Index out_stride = target_stride * static_cast<Index>(sizeof(float));
   Range needed{tile_k, 0};
   for (Index g = 0; g < group_count; ++g) {
@@ -211,6 +233,7 @@ HWY_NOINLINE void amx_add_product(const GroupColumns* groups, Index group_count,
     needed = {std::min(needed.begin, groups[g].begin / kAmxDepth),
               std::max(needed.end, ceil_div(groups[g].end, kAmxDepth))};
   }
+  if (needed.empty()) return;
   for (Index column = 0; column < column_tiles; ++column) {
     float* out = target + column * kAmxRows;
     _tile_loadd(0, out, out_stride);
@@ -227,11 +250,11 @@ HWY_NOINLINE void amx_add_product(const GroupColumns* groups, Index group_count,
         _tile_dpbf16ps(0, 3, 6);
       }
       if (sees(1)) {
-        _tile_loadd(4, a + kAmxRows * weight_stride, row_stride);
+        _tile_loadd(4, a + kAmxRows * weights_stride, row_stride);
         _tile_dpbf16ps(1, 4, 6);
       }
       if (sees(2)) {
-        _tile_loadd(5, a + 2 * kAmxRows * weight_stride, row_stride);
+        _tile_loadd(5, a + 2 * kAmxRows * weights_stride, row_stride);
         _tile_dpbf16ps(2, 5, 6);
       }
     }

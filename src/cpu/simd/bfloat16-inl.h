@@ -79,18 +79,23 @@ HWY_INLINE void round_weights(const float* s, Index begin, Index end, BFloat16* 
   }
 }
 
-// Two rows of weights, rounded to bfloat16, side by side: pairs[2 c] and pairs[2 c + 1] are those of column c < count,
-// and what follows to a multiple of 16. No second row: zeros.
-HWY_INLINE void round_row_pair(const float* first, const float* second, Index count, BFloat16* pairs) {
+// 16 weights of two rows, rounded to bfloat16, side by side: elements 2 c and 2 c + 1 are those of column c. No second
+// row: zeros.
+HWY_INLINE __m512i round_pairs(const float* first, const float* second) {
   const __m512i column = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512i halves =  // column c of the first row, then of the second one, 16 elements behind it
       _mm512_or_si512(column, _mm512_slli_epi32(_mm512_add_epi32(column, _mm512_set1_epi32(16)), 16));
+  const __m512 b = second == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(second);
+  const __m512bh rounded = _mm512_cvtne2ps_pbh(b, _mm512_loadu_ps(first));
+  __m512i bits;
+  __builtin_memcpy(&bits, &rounded, sizeof bits);
+  return _mm512_permutexvar_epi16(halves, bits);
+}
+
+// The same for columns [0, count) and what follows to a multiple of 16.
+HWY_INLINE void round_row_pair(const float* first, const float* second, Index count, BFloat16* pairs) {
   for (Index c = 0; c < count; c += 16) {
-    const __m512 b = second == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(second + c);
-    const __m512bh rounded = _mm512_cvtne2ps_pbh(b, _mm512_loadu_ps(first + c));
-    __m512i bits;
-    __builtin_memcpy(&bits, &rounded, sizeof bits);
-    _mm512_storeu_si512(pairs + 2 * c, _mm512_permutexvar_epi16(halves, bits));
+    _mm512_storeu_si512(pairs + 2 * c, round_pairs(first + c, second == nullptr ? nullptr : second + c));
   }
 }
 
