@@ -15,7 +15,7 @@ struct Target {
   const KernelTable& (*table)();
 };
 
-// The best supported target, or the one that the environment variable HEADRACE_SIMD names (read once;
+// The supported target that is fastest here, or the one that the environment variable HEADRACE_SIMD names (read once;
 // an unknown or unsupported name is an error for every plan).
 const Target& chosen();
 
