@@ -19,6 +19,7 @@ import time
 
 import numpy as np
 import torch
+from torch import library
 
 import headrace as hr
 import headrace.torch
@@ -43,10 +44,10 @@ double seconds(int (*function)(const void*), const void* argument, int calls) {
 
 def compiled_loop():
     with tempfile.TemporaryDirectory() as folder:
-        source, library = pathlib.Path(folder, "loop.c"), pathlib.Path(folder, "loop.so")
+        source, shared_object = pathlib.Path(folder, "loop.c"), pathlib.Path(folder, "loop.so")
         source.write_text(LOOP)
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
-        function = ctypes.CDLL(str(library)).seconds
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", shared_object, source], check=True)
+        function = ctypes.CDLL(str(shared_object)).seconds
     function.restype, function.argtypes = ctypes.c_double, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     return function
 
@@ -91,8 +92,8 @@ def empty_results(q, k, v, *rest):
 
 def define_floors():
     schema = str(torch.ops.headrace.attention_forward.default._schema).partition("(")[2]
-    torch.library.define("headrace_floor::empty", "(" + schema)
-    torch.library.impl("headrace_floor::empty", "default", empty_results)
+    library.define("headrace_floor::empty", "(" + schema)
+    library.impl("headrace_floor::empty", "default", empty_results)
 
     class Empty(torch.autograd.Function):
         @staticmethod

@@ -4,7 +4,7 @@
 #
 # No racecheck of the backward pass: its threads read what others wrote or copied to shared memory, and then one lane
 # arrives on the mbarrier for its warp, behind __syncwarp() or a named barrier. Racecheck (of CUDA 13.0) does not follow
-# that order and reports every such read, also in a program of twenty lines. It reports nothing of either where every lane
+# that order and reports every such read, also in a program of twenty lines, of which it reports nothing where every lane
 # arrives for itself.
 #
 # Usage: scripts/sanitize_gpu.sh TESTS_FOLDER LOG_FOLDER      (TESTS_FOLDER: build/release/tests/cuda)

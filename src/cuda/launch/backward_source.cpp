@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "cuda/launch/forward_constants.hpp"
 
@@ -18,6 +19,11 @@ constexpr std::array<HopperBackwardTile, 5> tiles = {{
     {256, 256, 64, 64, 2, 0, 2, 1},
 }};
 
+KernelSource with(KernelSource source, const Constants& more) {
+  source.constants.insert(source.constants.end(), more.begin(), more.end());
+  return source;
+}
+
 std::vector<KernelSource> main_sources(const HopperBackwardTile& t, bool float16, bool small_scale, bool deterministic,
                                        bool dbias, const Constants& options) {
   const auto source = [&](const std::string& name, const Constants& shape) {
@@ -29,9 +35,7 @@ std::vector<KernelSource> main_sources(const HopperBackwardTile& t, bool float16
                                       {"KEYS", t.keys},
                                       {"QUERIES", t.queries},
                                       {"SMALL_SCALE", small_scale}}};
-    result.constants.insert(result.constants.end(), shape.begin(), shape.end());
-    result.constants.insert(result.constants.end(), options.begin(), options.end());
-    return result;
+    return with(with(std::move(result), shape), options);
   };
   if (t.two_passes())
     return {source("hopper_backward_keys", {{"STAGES", t.stages}}),
@@ -61,8 +65,7 @@ KernelSource gradient_source(hr_dtype dtype, BackwardTarget target, std::int64_t
                                     {"COLUMNS", gradient_columns(columns)},
                                     {"QUERIES", queries},
                                     {"SMALL_SCALE", small_scale}}};
-  source.constants.insert(source.constants.end(), options.begin(), options.end());
-  return source;
+  return with(std::move(source), options);
 }
 
 KernelSource convert_source(const HopperBackwardTile& t, bool float16, bool accumulated) {
@@ -94,6 +97,7 @@ bool accumulates_onto_zeros(const Problem& p, const HopperBackwardTile& tile) {
 
 bool makes_dbias(const Problem& p, const HopperBackwardTile& tile) {
   const std::int64_t scores[4] = {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k};
+  // Two long options at most: no kManyOptions of options.cuh.
   const int other_options = (p.softcap > 0) + p.has_alibi + p.has_mask + p.has_block_mask + (p.dropout_p > 0);
   return p.need_dbias && !tile.two_passes() && other_options <= 1 && std::equal(scores, scores + 4, p.bias_shape);
 }
@@ -119,9 +123,7 @@ KernelSource backward_bias_zeros_source(const Problem& p, const HopperBackwardTi
       .entry = "backward_bias_zeros",
       .file = "backward_bias_zeros.cuh",
       .constants = {{"FLOAT16", p.dtype == HR_FLOAT16}, {"KEYS", tile.keys}, {"QUERIES", tile.queries}}};
-  const Constants options = option_constants(p);
-  source.constants.insert(source.constants.end(), options.begin(), options.end());
-  return source;
+  return with(std::move(source), option_constants(p));
 }
 KernelSource backward_sinks_source(int queries) {
   return {.entry = "backward_sinks", .file = "backward_sinks.cuh", .constants = {{"QUERIES", queries}}};
