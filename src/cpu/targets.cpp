@@ -57,7 +57,7 @@ const KernelTable& amx_table() {
 namespace headrace::cpu {
 namespace {
 
-#if HWY_ARCH_X86
+#if HWY_TARGETS & HWY_AVX3_DL
 bool has_avx512_bf16() {
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -79,22 +79,29 @@ bool has_amx() {
 }
 #endif
 
-// Best first.
+// Best first. A sanitized build has one of them, see CMakeLists.txt.
 constexpr Target targets[] = {
-#if HWY_ARCH_X86
+#if HWY_TARGETS & HWY_AVX3_DL
     {"amx", [] { return has_avx512_bf16() && has_amx(); }, N_AVX3_DL::amx_table},
     {"avx512_bf16", has_avx512_bf16, N_AVX3_DL::table},
+#endif
+#if HWY_TARGETS & HWY_AVX3
     {"avx512",
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
      },
      N_AVX3::table},
+#endif
+#if HWY_TARGETS & HWY_AVX2
     {"avx2",
      [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"); },
      N_AVX2::table},
+#endif
+#if HWY_TARGETS & HWY_SSE4
     {"sse4", [] { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul"); }, N_SSE4::table},
-#elif HWY_ARCH_ARM
+#endif
+#if HWY_TARGETS & HWY_NEON
     {"neon", [] { return (getauxval(AT_HWCAP) & HWCAP_AES) != 0; }, N_NEON::table},  // Highway's NEON has AES
 #endif
 };
@@ -102,7 +109,7 @@ constexpr Target targets[] = {
 // Whether to prefer a target to the one below it. Intel's processors do less with the instruction that multiplies pairs
 // of bfloat16 than with two float32 multiply-adds (Emerald Rapids, a core: 81 and 166 GFLOP/s).
 bool pays([[maybe_unused]] const Target& target) {
-#if HWY_ARCH_X86
+#if HWY_TARGETS & HWY_AVX3  // what would be preferred
   if (target.name == "avx512_bf16") return !__builtin_cpu_is("intel");
 #endif
   return true;
