@@ -215,13 +215,16 @@ class Tables:
         return problem.cell("forward+backward", times, 14.0, contestants)
 
     def options(self):
-        """Backward: float16, grouped heads, dropout and the gradient of a bias, each beside the plain call."""
+        """Backward: float16, grouped heads, dropout, a bias and its gradient, each beside the plain call; and a bias
+        forward."""
         for causal in (False, True):
             for dim in (128,) if self.small else (64, 128):
                 for n in (4096,) if self.small else (4096, 16384):
                     for cell in (self.float16_cell, self.grouped_cell, self.dropout_cell):
                         self.run("options", {"dim": dim, "causal": causal, "n": n}, cell)
-            self.run("options", {"dim": 128, "causal": causal, "n": 4096}, self.dbias_cell)
+            for dim in (64, 128):
+                for cell in (self.bias_forward_cell, self.dbias_cell):
+                    self.run("options", {"dim": dim, "causal": causal, "n": 4096}, cell)
 
     def float16_cell(self, dim, causal, n):
         plain = of_grid(self.api, n, dim, causal)
@@ -253,12 +256,22 @@ class Tables:
         times = self.race(contestants, cudnn_dropout=lambda: problem.cudnn(dropout_p=p)[1])
         return problem.cell("dropout", times, 10.0, contestants)
 
-    def dbias_cell(self, dim, causal, n):
-        """A bias [1, heads, n, n] and its gradient: its own traffic is twice its size."""
+    def with_bias(self, dim, causal, n):
+        """A problem without and with a bias [1, heads, n, n], and that bias."""
         heads = WIDTH // dim
         bias = torch.randn(1, heads, n, n, device="cuda", dtype=torch.bfloat16)
         size = {"batch": 1, "n": n, "heads": heads, "dim": dim, "causal": causal}
-        plain, problem = Problem(self.api, **size), Problem(self.api, **size, bias=bias)
+        return Problem(self.api, **size), Problem(self.api, **size, bias=bias), bias
+
+    def bias_forward_cell(self, dim, causal, n):
+        plain, problem, _ = self.with_bias(dim, causal, n)
+        problem.checked_backward()  # needs a right forward pass
+        contestants = {"headrace": plain.planned(FORWARD), "headrace_bias": problem.planned(FORWARD)}
+        return problem.cell("bias forward", self.race(contestants), 4.0, contestants)
+
+    def dbias_cell(self, dim, causal, n):
+        """A bias and its gradient: its own traffic is twice its size."""
+        plain, problem, bias = self.with_bias(dim, causal, n)
         contestants = {"headrace": plain.planned(BACKWARD), "headrace_bias": problem.checked_backward(),
                        "headrace_dbias": problem.checked_backward(outputs={"dbias": torch.empty_like(bias)})}
         cell = problem.cell("dbias", self.race(contestants), 10.0, contestants)

@@ -81,6 +81,7 @@ set(cuda_compile_sources
   src/cuda/launch/hopper_forward_source.cpp
   src/cuda/launch/hopper_split_forward_source.cpp
   src/cuda/launch/pack_rows_source.cpp
+  src/cuda/launch/tma_rows.cpp
   src/cuda/standard_set.cpp
   ${embedded_sources})
 

@@ -165,7 +165,7 @@ typedef struct hr_plan hr_plan;
 
 /* Validates attention and plans a pass. Shapes, strides, dtypes, options and the metadata (cu_seqlens,
  * seqused) are read, and block_mask if its data is there, to count tiles for hr_plan_explain; every other
- * data pointer may still be NULL: on CUDA q, k and v then count as aligned to 16 bytes. On failure *plan is NULL. */
+ * data pointer may still be NULL: on CUDA it then counts as aligned to 16 bytes. On failure *plan is NULL. */
 HR_API hr_status hr_plan_create(const hr_attention* attention, hr_pass pass, hr_plan** plan);
 HR_API void hr_plan_destroy(hr_plan* plan); /* NULL is fine */
 
@@ -174,7 +174,7 @@ HR_API size_t hr_plan_workspace_bytes(const hr_plan* plan);
 
 /* Runs the plan on the tensors of attention, which must have the shapes, strides, dtypes and options
  * planned for; only the data pointers may differ (and the contents, those of the planned cu_seqlens and
- * seqused excepted); on CUDA q, k and v must be aligned to 16 bytes where they were when planning.
+ * seqused excepted); on CUDA q, k, v, dout, bias and dbias must be aligned to 16 bytes where they were when planning.
  * Allocates nothing. workspace must not be shared with a running call. */
 HR_API hr_status hr_plan_execute(const hr_plan* plan, const hr_attention* attention, void* workspace,
                                  size_t workspace_bytes);

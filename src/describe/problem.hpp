@@ -69,7 +69,8 @@ struct Problem {
 
   RowStrides q, k, v, out, dout, dq, dk, dv;
   // Whether data begins at a multiple of 16 bytes in the planned call; true where it was NULL.
-  bool q_aligned = true, k_aligned = true, v_aligned = true, dout_aligned = true;
+  bool q_aligned = true, k_aligned = true, v_aligned = true, dout_aligned = true, bias_aligned = true,
+       dbias_aligned = true;
   LseStrides lse, dlse;
   hr_dtype lse_dtype = HR_FLOAT32, dlse_dtype = HR_FLOAT32;
   bool has_lse = false, has_dlse = false;  // backward always has lse

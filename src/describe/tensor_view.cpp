@@ -79,21 +79,6 @@ std::string dtype_name(std::int32_t dtype) {
   }
 }
 
-std::int64_t dtype_size(std::int32_t dtype) {
-  switch (dtype) {
-    case HR_BOOL:
-      return 1;
-    case HR_FLOAT16:
-    case HR_BFLOAT16:
-      return 2;
-    case HR_FLOAT32:
-    case HR_INT32:
-      return 4;
-    default:
-      return 8;
-  }
-}
-
 std::string shape_text(const hr_tensor& tensor) {
   return fmt::format("[{}]", fmt::join(tensor.shape, tensor.shape + std::clamp(tensor.ndim, 0, 4), ", "));
 }

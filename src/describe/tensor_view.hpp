@@ -14,8 +14,23 @@ namespace headrace {
 inline constexpr std::int64_t size_limit = std::int64_t{1} << 40;
 
 std::string dtype_name(std::int32_t dtype);       // "float32", ...; "dtype 17" for a number that names none
-std::int64_t dtype_size(std::int32_t dtype);      // in bytes
 std::string shape_text(const hr_tensor& tensor);  // "[2, 3, 4]"
+
+// In bytes.
+constexpr std::int64_t dtype_size(std::int32_t dtype) {
+  switch (dtype) {
+    case HR_BOOL:
+      return 1;
+    case HR_FLOAT16:
+    case HR_BFLOAT16:
+      return 2;
+    case HR_FLOAT32:
+    case HR_INT32:
+      return 4;
+    default:
+      return 8;
+  }
+}
 
 inline bool is_present(const hr_tensor& tensor) { return tensor.ndim != 0; }
 bool is_empty(const hr_tensor& tensor);  // has no elements; ndim must be valid

@@ -184,6 +184,7 @@ class Validator {
       pairs("bias", a_.bias, full);
       p_.bias_dtype = static_cast<hr_dtype>(a_.bias.dtype);
       p_.bias = pair_strides(a_.bias);
+      p_.bias_aligned = is_aligned(a_.bias);
       std::copy_n(a_.bias.shape, 4, p_.bias_shape);
     }
     p_.has_mask = is_present(a_.mask);
@@ -268,6 +269,7 @@ class Validator {
       same_shape("dbias", a_.dbias, "bias", a_.bias);
       check_output("dbias", a_.dbias);
       p_.dbias = pair_strides(a_.dbias);
+      p_.dbias_aligned = is_aligned(a_.dbias);
     }
     p_.need_dsinks = is_present(a_.dsinks);
     if (p_.need_dsinks) {

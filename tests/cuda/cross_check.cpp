@@ -87,6 +87,7 @@ void draw_options(Rng& rng, const Variant& v, Spec& spec) {
   if (v.bias != 0) {
     spec.bias = random_pairs(rng);
     spec.bias.of_input_dtype = v.bias == 1;
+    if (rng.chance(0.5)) spec.bias.layout = Layout::aligned;  // TMA can load it
   }
   if (v.mask) spec.mask = random_pairs(rng);
   if (v.blocks) {

@@ -196,7 +196,9 @@ EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const
 }
 EXPORT CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction function) {
   called(__func__);
-  *value = attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES ? function->dynamic_shared : 16;
+  *value = attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES ? function->dynamic_shared
+           : attribute == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES           ? 0
+                                                                        : 16;
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute, int value) {

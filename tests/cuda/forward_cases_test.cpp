@@ -237,6 +237,57 @@ TEST_F(ForwardCases, DropoutKeepsTheMeanAndTheMask) {
   }
 }
 
+// Key tiles are visited from the last to the first. What a bias does to their maxima must not matter: in the last keys
+// it all but hides, in the first ones it rises above whatever came before, or hides.
+TEST_F(ForwardCases, BiasesThatRiseAndHide) {
+  constexpr double lowest = -3.3e38;  // of bfloat16, nearly
+  const auto of_key = [](std::int64_t j, int shape, std::int64_t n) -> double {
+    const bool late = j >= n - 200;
+    switch (shape) {
+      case 0:
+        return late ? -1e4 : 0.0;
+      case 1:
+        return late ? lowest : 0.0;
+      case 2:
+        return late ? -infinity : 0.0;
+      case 3:
+        return 2.0 * static_cast<double>(n - j);
+      case 4:
+        return j == 3 ? 200.0 : 0.0;
+      case 5:
+        return j < 200 ? -infinity : lowest;
+      default:
+        return j % 128 == 5 ? 3e4 : -3e4;
+    }
+  };
+  std::vector<std::pair<Spec, int>> calls;
+  std::vector<Spec> specs;
+  for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32}) {
+    for (const std::int64_t dim : {64, 128}) {
+      Spec s = spec(1, 2, 1, 200, 640, dim);
+      s.dtype = dtype;
+      s.bias.present = true;
+      s.bias.full = {false, false, false, true};
+      s.bias.of_input_dtype = true;
+      specs.push_back(s);
+      for (int shape = 0; shape < 7; ++shape) calls.emplace_back(s, shape);
+    }
+  }
+  load_variants(specs, Passes::forward);
+  in_parallel(calls.size(), [&](std::size_t n) {
+    const auto& [s, shape] = calls[n];
+    const double limit = s.dtype == DType::float16 ? 6e4 : 4e38;
+    Call call = make_call(s);
+    std::vector<double> bias;
+    for (std::int64_t j = 0; j < s.seqlen_k; ++j) {
+      const double x = of_key(j, shape, s.seqlen_k);
+      bias.push_back(std::isinf(x) ? x : std::clamp(x, -limit, limit));
+    }
+    call.bias.fill(bias);
+    run_and_expect_exact_on_gpu(call);
+  });
+}
+
 // Two caps in a row; the mask comes after the cap.
 TEST_F(ForwardCases, SoftcapsAndMasks) {
   for (const double cap : {1.0, 15.0, 50.0, 1.0}) {

@@ -414,6 +414,39 @@ TEST_F(LaunchOfKernels, ExecuteOnDataAsAlignedAsPlanned) {
   }
 }
 
+// A bias that TMA loads where its data is aligned, and its gradient; else they are read and written one by one,
+// wherever they are.
+TEST_F(LaunchOfKernels, LoadABiasThatIsAlignedAsPlanned) {
+  HEADRACE_NEEDS_NVRTC();
+  DeviceCall call;
+  DeviceMemory bias(2 * 2 * 4 * 40 * 56), dbias(2 * 2 * 4 * 40 * 56);
+  call.a.k.shape[1] = call.a.v.shape[1] = call.a.dk.shape[1] = call.a.dv.shape[1] = 48;
+  call.a.bias = call.a.dbias = tensor(HR_BFLOAT16, {2, 4, 40, 48});
+  call.a.bias.data = bias.data();
+  call.a.dbias.data = dbias.data();
+  for (const auto& [name, member, pass] :
+       {std::tuple{"bias", &hr_attention::bias, HR_FORWARD}, std::tuple{"bias", &hr_attention::bias, HR_BACKWARD},
+        std::tuple{"dbias", &hr_attention::dbias, HR_BACKWARD}}) {
+    SCOPED_TRACE(name);
+    hr_attention unaligned = call.a;
+    (unaligned.*member).data = static_cast<std::byte*>((call.a.*member).data) + 8;
+    const auto execute = [pass = pass](const hr_attention& planned, const hr_attention& executed) {
+      hr_plan* plan = nullptr;
+      EXPECT_EQ(hr_plan_create(&planned, pass, &plan), HR_OK) << hr_last_error();
+      const std::size_t bytes = hr_plan_workspace_bytes(plan);
+      DeviceMemory workspace(bytes + 1);
+      const hr_status status = hr_plan_execute(plan, &executed, workspace.data(), bytes);
+      hr_plan_destroy(plan);
+      return status;
+    };
+    EXPECT_EQ(execute(call.a, call.a), HR_OK) << hr_last_error();
+    EXPECT_EQ(execute(unaligned, unaligned), HR_OK) << hr_last_error();
+    EXPECT_EQ(execute(unaligned, call.a), HR_OK) << hr_last_error();
+    EXPECT_EQ(execute(call.a, unaligned), HR_ERROR_VALUE);
+    EXPECT_THAT(hr_last_error(), StartsWith(std::string(name) + ": is at 0x"));
+  }
+}
+
 // The driver calls of a planned execution, whose every microsecond counts.
 class DriverCalls : public LaunchOfKernels {
  protected:

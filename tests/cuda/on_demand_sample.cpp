@@ -45,11 +45,12 @@ KernelSource with_all_options(KernelSource source) {
 void add_hopper_forward(std::vector<KernelSource>& sample) {
   const KernelSource base = standard_kernel("hopper_forward");
   sample.push_back(with(base, "SMALL_SCALE", 0));
-  sample.push_back(with(base, "BIAS", 2));
+  for (const int bias : {2, 3}) sample.push_back(with(base, "BIAS", bias));
+  sample.push_back(with(standard_kernel("hopper_forward", 64), "BIAS", 3));
   for (const char* option : options) sample.push_back(with(base, option, 1));
 }
 
-// All options at once, the shapes with most code; of the backward pass dropout and the gradient of a bias alone, too.
+// All options at once, the shapes with most code; of the backward pass dropout, a bias and its gradient alone, too.
 void add_all_options(std::vector<KernelSource>& sample) {
   sample.push_back(with_all_options(with(standard_kernel("hopper_forward"), "PAIRED", 1)));
   for (const int head_dim : {64, 128}) {
@@ -58,6 +59,9 @@ void add_all_options(std::vector<KernelSource>& sample) {
     sample.push_back(with_all_options(backward));
     sample.push_back(with(backward, "DROPOUT", 1));
     sample.push_back(with(with(backward, "BIAS", 1), "DBIAS", 1));
+    const KernelSource loading = with(with(with(backward, "BIAS", 3), "STAGES", 2), "BIAS_STAGES", head_dim / 64);
+    sample.push_back(loading);
+    sample.push_back(with(loading, "DBIAS", 2));
   }
   for (const char* entry : {"hopper_backward_keys", "hopper_backward_queries"}) {
     sample.push_back(with_all_options(standard_kernel(entry, 256)));

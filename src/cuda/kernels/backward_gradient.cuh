@@ -187,8 +187,9 @@ struct Gradient {
             float& score = s[n][2 * r + c];
             const Query of = query(head, i);
             float derivative;
-            const float probability = probability_of(p.forward, head, slope, score, of.minus_lse, i, j,
-                                                     visible(r, 2 * (kGroups * turn + n) + c), derivative);
+            const float probability =
+                probability_of(p.forward, slope, score, bias_near(p.forward, head, i, j), of.minus_lse, i, j,
+                               visible(r, 2 * (kGroups * turn + n) + c), derivative);
             const float kept = kept_of.factor(p.forward, 4 * (kGroups * turn + n) + 2 * r + c);
             score = TARGET == kOfValues ? probability * kept
                                         : score_gradient(probability, dp[n][2 * r + c], kept, of.minus_d,

@@ -42,20 +42,25 @@ __device__ inline float slope_of(const Params& p, const Head& head) {
   return ALIBI ? p.alibi_slopes[head.b * p.alibi_batch + head.h * p.alibi_head] : 0.0f;
 }
 
+// The bias of query i and key j; of what lies outside the sequence it does not matter.
+__device__ inline float bias_near(const Params& p, const Head& head, int i, int j) {
+  if constexpr (!BIAS) return 0.0f;
+  return bias_of(p, head, min(i, p.seqlen_q - 1), min(j, p.seqlen_k - 1));
+}
+
 // p = exp(score - lse) of query i and key j, 0 if the key is hidden, and at most 1, whatever lse's rounding.
-// minus_lse: in natural units, or in those of log2 if scores are. derivative: of the softcap.
-__device__ inline float probability_of(const Params& p, const Head& head, float slope, float product, float minus_lse,
-                                       int i, int j, bool visible_by_data, float& derivative) {
+// minus_lse: in natural units, or in those of log2 if scores are. derivative: of the softcap. kInside: both are known
+// to be in the sequence and the band.
+template <bool kInside = false>
+__device__ inline float probability_of(const Params& p, float slope, float product, float bias, float minus_lse, int i,
+                                       int j, bool visible_by_data, float& derivative) {
   float score = product * (kFinalScores ? scale_of(p) : p.scale * kLog2E);
   derivative = 1.0f;
   if constexpr (SOFTCAP) score = p.softcap * tanh_of(score, derivative);
-  if constexpr (BIAS) {
-    const float bias = bias_of(p, head, min(i, p.seqlen_q - 1), min(j, p.seqlen_k - 1));
-    score = bias == minus_infinity() ? bias : score + bias;
-  }
+  if constexpr (BIAS) score = bias == minus_infinity() ? bias : score + bias;
   if constexpr (ALIBI) score -= slope * fabsf(static_cast<float>(distance(p, i, j)));
   const int offset = j - i;
-  const bool seen = visible_by_data && j < p.seqlen_k && offset >= p.band_lo && offset <= p.band_hi;
+  const bool seen = visible_by_data && (kInside || (j < p.seqlen_k && offset >= p.band_lo && offset <= p.band_hi));
   const float exponent = ptx::minimum(seen ? score + minus_lse : minus_infinity(), 0.0f);
   return ptx::exp2(kFinalScores ? exponent * kLog2E : exponent);
 }

@@ -34,6 +34,11 @@ __device__ inline Range rows_of(const HopperBackwardParams& p, int m) {
   return {m * kQueries, min_index(p.forward.seqlen_q, (m + 1) * kQueries)};
 }
 
+// Whether the block mask hides a key tile from query tile m of a head.
+__device__ inline bool is_hidden(const HopperBackwardParams& p, const Head& head, int m, const KeyTile& tile) {
+  return BLOCK_MASK && visibility(p.forward, head).classify(rows_of(p, m), tile.keys(p)) == TileKind::hidden;
+}
+
 // The steps of a key tile: query tile m of the query head number `head` of its group.
 struct Steps {
   const HopperBackwardParams& p;
@@ -67,9 +72,7 @@ struct Steps {
     const Head q = query_head();
     return (static_cast<long long>(q.b) * p.forward.heads_q.divisor + q.h) * p.query_tiles.divisor + m;
   }
-  __device__ bool hidden() const {
-    return BLOCK_MASK && visibility(p.forward, query_head()).classify(rows_of(p, m), tile.keys(p)) == TileKind::hidden;
-  }
+  __device__ bool hidden() const { return is_hidden(p, query_head(), m, tile); }
 
  private:
   __device__ void skip_hidden() {

@@ -22,6 +22,10 @@ __device__ inline float to_float(Element bits) {
 #endif
   return x;
 }
+// The low one of a pair, or the high one.
+__device__ inline float of_pair(unsigned pair, int which) {
+  return to_float(static_cast<Element>(which == 0 ? pair & 0xFFFF : pair >> 16));
+}
 // Rounded to nearest.
 __device__ inline Element to_element(float x) {
   Element bits;

@@ -20,23 +20,35 @@ struct ThreadRows {
   float slope;  // of ALiBi
 };
 
+// The bias of row r and a column of a block, where it is in memory; of what lies outside the sequence it does not
+// matter.
+struct BiasInMemory {
+  const Params& p;
+  const ThreadRows& rows;
+  int block;
+
+  __device__ float operator()(int r, int column) const {
+    return bias_of(p, rows.tile, min(rows.row[r], p.seqlen_q - 1), min(block * kKeys + column, p.seqlen_k - 1));
+  }
+};
+
 // Brings products to scores, in natural units. factor: scale_of() times what the products are in units of.
+template <typename BiasOf>
 __device__ inline void finish_scores(const Params& p, const ThreadRows& rows, int block, float (&s)[kKeys / 2],
-                                     float factor) {
+                                     float factor, const BiasOf& bias_of) {
   HEADRACE_ROLLED
   for (int turn = 0; turn < kElementTurns; ++turn) {
-    const int j0 = block * kKeys + turn * (kKeys / kElementTurns) + 2 * (lane_of_thread() & 3);
+    const int column0 = turn * (kKeys / kElementTurns) + 2 * (lane_of_thread() & 3);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = rows.row[r];
-      const float behind = static_cast<float>(distance(p, i, j0));
+      const float behind = static_cast<float>(distance(p, rows.row[r], block * kKeys + column0));
 #pragma unroll
       for (int n = 0; n < kKeys / kElementTurns / 4; ++n) {
         const int e = 4 * (n / 2) + 2 * r + n % 2, column = 8 * (n / 2) + n % 2;
         float x = s[e] * factor;
         if constexpr (SOFTCAP) x = p.softcap * tanh_of(x);
         if constexpr (BIAS) {
-          const float bias = bias_of(p, rows.tile, min(i, p.seqlen_q - 1), min(j0 + column, p.seqlen_k - 1));
+          const float bias = bias_of(r, column0 + column);
           x = bias == minus_infinity() ? bias : x + bias;
         }
         if constexpr (ALIBI) x -= rows.slope * fabsf(behind - static_cast<float>(column));

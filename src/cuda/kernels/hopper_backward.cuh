@@ -19,13 +19,14 @@
 // - FLOAT16: the type of q, k, v, out and their gradients: 1 float16, 0 bfloat16
 // - HEAD_DIM, VALUE_DIM: multiples of 32, at most 128; TMA fills smaller dimensions up with zeros
 // - QUERIES: of a step: 128 where HEAD_DIM is 64, else 64
-// - STAGES: steps of q and dout in shared memory
+// - STAGES, BIAS_STAGES: steps of q and dout, and of the bias, in shared memory
 // - PREFETCH: groups of 8 queries whose statistics are read a step ahead
 // - SMALL_SCALE: 0 < scale <= ln(2): it is folded into the exponent
 // - DETERMINISTIC: key tiles take turns
-// - SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, DROPOUT: the options in use
+// - SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32, 3 type of q and loaded by TMA), MASK, BLOCK_MASK, DROPOUT: the
+//   options in use
 // - DBIAS: the gradient of a bias that has an element for every score is made, too, where key tiles go; not with many
-//   options
+//   options. 2: it is ds, as that is in shared memory for dq, from where TMA stores it; 1: it is stored one by one
 #if FLOAT16
 #define HEADRACE_MMA_TYPE "f16"
 #else
@@ -50,11 +51,11 @@ constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
 // A warpgroup's half of dq of a step, 64 x 64: rows where there are 128, else columns.
 constexpr bool kHalfIsRows = kQueries == 128;
 static_assert(!(DBIAS && kManyOptions));  // finish_any() passes over what is hidden
-// Whether ds, as it is in shared memory for dq, is the gradient of the bias: TMA can store it from there.
-constexpr bool kDsIsDbias = DBIAS && BIAS == 1 && !FLOAT16 && !SOFTCAP;
+constexpr bool kLoadsBias = BIAS == 3;
 static_assert(kHalfIsRows ? HEAD_DIM == 64 : kQueries == 64 && kHeadPanels == 2);
 constexpr int kHalfFloats = 64 * 64;
 constexpr int kStatisticsBytes = 4 * statistics_words(kQueries);
+constexpr int kBiasStages = kLoadsBias ? BIAS_STAGES : 1;
 constexpr int kSenders = 3;  // of dq
 constexpr int kItems = 2;    // that are known ahead
 // Named barriers: kTurn, kTurn + 1 the warpgroups' turns, kTurn + 2, kTurn + 3 within one; 1 of both.
@@ -65,8 +66,9 @@ constexpr int kTurn = 4;
 // The order of all items: some heads at a time, a section, as many as leave room in the L2 cache for what is read and
 // summed. In order (p.in_order: under a band, or where a head has few key tiles) a section's heads take turns; key
 // tiles that see few queries come first, so that none waits for one behind it, but in the last section, where what
-// takes long comes first. Else a section is done gang by gang, what fills the device at a time: a gang of a head is
-// every key tile whose number leaves the same rest.
+// takes long comes first; it has all heads that are needed for all blocks of threads to end at the same time. Else a
+// section is done gang by gang, what fills the device at a time: a gang of a head is every key tile whose number leaves
+// the same rest.
 struct Item : KeyTile {
   int gang, member;  // n = gang + member * gangs
   int members;       // of the gang
@@ -79,9 +81,10 @@ struct Item : KeyTile {
       return;
     }
     const int key_tiles = static_cast<int>(p.key_tiles), gangs = static_cast<int>(p.gangs);
-    const unsigned section = p.section_items.quotient(index), in_section = index - section * p.section_items.divisor;
-    const unsigned first_head = section * p.section_heads;
-    const unsigned heads = min(p.section_heads, p.heads - first_head);
+    const unsigned section = min(p.section_items.quotient(index), p.turned_section);
+    const unsigned in_section = index - section * p.section_items.divisor;
+    const unsigned first_head = section * p.section_heads, heads_left = p.heads - first_head;
+    const unsigned heads = section == p.turned_section ? heads_left : min(p.section_heads, heads_left);
     const int place = static_cast<int>(in_section / heads), head = static_cast<int>(first_head + in_section % heads);
     // The first gangs have one member more than the others.
     const int most = ceil_div(key_tiles, gangs), larger = key_tiles - (most - 1) * gangs;
@@ -109,11 +112,13 @@ struct alignas(1024) Shared {
   Element v[kValuePanels][kKeys * kPanel];
   Element q[STAGES][kHeadPanels][kQueries * kPanel];
   Element dout[STAGES][kValuePanels][kQueries * kPanel];
-  Element ds[2][2][kQueries * kPanel];   // of two steps, the warpgroups' keys
-  float dq[kWarpgroups][4][8 * 32 * 4];  // on its way out, warp by warp as in registers
+  Element ds[2][2][kQueries * kPanel];                               // of two steps, the warpgroups' keys
+  float dq[kWarpgroups][4][8 * 32 * 4];                              // on its way out, warp by warp as in registers
+  Element bias[kBiasStages][2][kLoadsBias ? kQueries * kPanel : 8];  // as ds
   float statistics[STAGES][kStatisticsBytes / 4];
   unsigned long long k_full, v_full, keys_empty;
   unsigned long long q_full[STAGES], q_empty[STAGES];  // with dout and statistics
+  unsigned long long bias_full[kBiasStages], bias_empty[kBiasStages];
   unsigned long long ds_full[2];
   unsigned long long dq_full[kWarpgroups][kSenders], dq_empty[kWarpgroups];  // full: for each sender
   unsigned long long item_full[kItems], item_empty[kItems], sent;
@@ -163,9 +168,22 @@ __device__ inline void release_item(Shared& shared, const ItemRing& ring) {
 
 struct Loader {
   const HopperBackwardParams& p;
-  const ptx::TensorMap &q, &k, &v, &dout;
+  const ptx::TensorMap &q, &k, &v, &dout, &bias;
   Shared& shared;
+  ptx::RingPosition<kBiasStages> bias_ring;
 
+  __device__ void load_bias(const Steps& steps) {
+    if constexpr (kLoadsBias) {
+      const unsigned barrier = ptx::shared_address(&shared.bias_full[bias_ring.slot]);
+      const Head head = steps.query_head();
+      ptx::mbarrier_wait(ptx::shared_address(&shared.bias_empty[bias_ring.slot]), bias_ring.parity ^ 1);
+      ptx::mbarrier_expect(barrier, sizeof(shared.bias[0]));
+      for (int w = 0; w < kWarpgroups; ++w)
+        ptx::tma_load(ptx::shared_address(shared.bias[bias_ring.slot][w]), bias, barrier,
+                      steps.tile.n * kKeys + w * kOwnKeys, steps.m * kQueries, head.h, head.b);
+      bias_ring.advance();
+    }
+  }
   __device__ void load_step(const Steps& steps, int slot) {
     const unsigned barrier = ptx::shared_address(&shared.q_full[slot]);
     const Head head = steps.query_head();
@@ -203,6 +221,7 @@ struct Loader {
     for (Steps steps(p, item); steps.any(); steps.advance(), first = false) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[ring.slot]), ring.parity ^ 1);
       load_step(steps, ring.slot);
+      load_bias(steps);
       ring.advance();
       if (!first) continue;
       ptx::mbarrier_wait(keys_empty, parity ^ 1);
@@ -293,6 +312,7 @@ struct Consumer {
   float statistics[PREFETCH][4];
   unsigned count;  // of all steps of all items
   ptx::RingPosition<STAGES> ring;
+  ptx::RingPosition<kBiasStages> bias_ring;
   ptx::RingPosition<kSenders> dq_ring;  // of the step before
 
   unsigned base;  // of shared memory, as descriptors of operands have it
@@ -308,11 +328,11 @@ struct Consumer {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread & 127;
   }
-  // A row of the 8 x 8 matrices of ds: rows are queries, columns the warp's keys, 16 bytes swizzled with the row.
-  __device__ unsigned ds_address(unsigned buffer) const {
+  // A row of the 8 x 8 matrices of ds, or of the bias, of this warpgroup's keys: rows are queries, columns the warp's
+  // keys, 16 bytes swizzled with the row.
+  __device__ unsigned matrix_address(unsigned of_step) const {
     const int thread = thread_now(), row = thread & 7, chunk = thread / 32 * 2 + (thread >> 3 & 1);
-    return ptx::shared_address(shared.ds[buffer]) + warpgroup * kQueryPanelBytes + (8 * (thread >> 4 & 1) + row) * 128 +
-           ((chunk ^ row) << 4);
+    return of_step + warpgroup * kQueryPanelBytes + (8 * (thread >> 4 & 1) + row) * 128 + ((chunk ^ row) << 4);
   }
   __device__ unsigned dq_address() const {
     const int thread = thread_now();
@@ -453,16 +473,27 @@ struct Consumer {
     }
   }
 
-  // Any tile. What is hidden gets p = 0 and ds = 0, and p <= 1 whatever lse's rounding.
+  // Any tile. What is hidden gets p = 0 and ds = 0, and p <= 1 whatever lse's rounding. kInside: nothing lies outside
+  // the sequences, the band and the blocks of the mask.
+  template <bool kInside>
   __device__ void finish_any(const Steps& steps, unsigned statistics_of_step) {
     const Params& forward = p.forward;
     const Head head = steps.query_head();
     const float slope = slope_of(forward, head);
     const int i0 = query(steps);
-    const auto visible = visible_of_two<kQueries / 4, false>(forward, head, i0, key(steps, 0));
+    const auto visible = kInside && !MASK ? VisibleByData{{~0u, ~0u}}
+                                          : visible_of_two<kQueries / 4, false>(forward, head, i0, key(steps, 0));
     const Kept<kQueries / 8, false> keeps(forward, head, key(steps, 0), i0);
+    unsigned bias[4], bias_from = 0;  // of two groups, in pairs as ds
+    if constexpr (kLoadsBias) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.bias_full[bias_ring.slot]), bias_ring.parity);
+      bias_from = matrix_address(ptx::shared_address(shared.bias[bias_ring.slot]));
+    }
 #pragma unroll
     for (int g = 0; g < kQueries / 8; ++g) {
+      if constexpr (kLoadsBias) {
+        if (g % 2 == 0) ptx::load_matrices_transposed(bias, bias_from + g / 2 * (16 * 128));
+      }
       if (visible.nothing_of(g)) {
         probabilities[2 * g] = probabilities[2 * g + 1] = ds[2 * g] = ds[2 * g + 1] = 0;
         continue;
@@ -477,36 +508,63 @@ struct Consumer {
         for (int c = 0; c < 2; ++c) {
           const int i = i0 + 8 * g + c, e = 4 * g + 2 * r + c;
           float derivative;
+          float bias_here = 0.0f;
+          if constexpr (kLoadsBias) {
+            bias_here = of_pair(bias[g % 2 * 2 + r], c);
+          } else {
+            bias_here = bias_near(forward, head, i, j);
+          }
           const float probability =
-              probability_of(forward, head, slope, s[e], row[c], i, j, visible(r, 2 * g + c), derivative);
+              probability_of<kInside>(forward, slope, s[e], bias_here, row[c], i, j, visible(r, 2 * g + c), derivative);
           const float kept = keeps.factor(forward, e);
           of_p[c] = probability * kept;
           const float gradient = score_gradient(probability, dp[e], kept, row[2 + c], 1.0f);
-          if constexpr (DBIAS) {
-            if (!kDsIsDbias || p.dbias_by_tma == 0) store_dbias(head, i, j, gradient);
-          }
+          if constexpr (DBIAS == 1) store_dbias(head, i, j, gradient);
           of_ds[c] = gradient * derivative;
         }
         probabilities[2 * g + r] = ptx::pack(of_p[0], of_p[1]);
         ds[2 * g + r] = pack_gradients(of_ds[0], of_ds[1]);
       }
     }
+    if constexpr (kLoadsBias) {
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.bias_empty[bias_ring.slot]));
+      bias_ring.advance();
+    }
   }
 
-  // Whether something of this warpgroup's part of a tile is hidden, or needs care.
-  __device__ bool needs_care(const Steps& steps, unsigned slot) const {
-    if constexpr (kOptions) return true;
-    if (shared.statistics[slot][2 * kQueries] != 0.0f) return true;
+  // Whether nothing of this warpgroup's part of a tile is outside the sequence of keys, the band, or the block mask's
+  // blocks.
+  __device__ bool is_inside(const Steps& steps) const {
     const int key0 = steps.tile.n * kKeys + warpgroup * kOwnKeys;
     const int nearest = key0 - (steps.m * kQueries + kQueries - 1), farthest = key0 + kOwnKeys - 1 - steps.m * kQueries;
     if (key0 + kOwnKeys > p.forward.seqlen_k || nearest < p.forward.band_lo || farthest > p.forward.band_hi)
-      return true;
+      return false;
     if constexpr (BLOCK_MASK) {
       return visibility(p.forward, steps.query_head())
-                 .classify(rows_of(p, steps.m), {key0, min_index(p.forward.seqlen_k, key0 + kOwnKeys)}) !=
+                 .classify(rows_of(p, steps.m), {key0, min_index(p.forward.seqlen_k, key0 + kOwnKeys)}) ==
              TileKind::full;
     }
-    return false;
+    return true;
+  }
+  // s and dp of a step become p and ds.
+  __device__ void finish(const Steps& steps) {
+    const unsigned statistics_of_step = statistics_address(ring.slot);
+    if constexpr (kManyOptions || DBIAS == 1) {  // long enough
+      finish_any<false>(steps, statistics_of_step);
+    } else if constexpr (kOptions) {
+      if (is_inside(steps)) {
+        finish_any<true>(steps, statistics_of_step);
+      } else {
+        finish_any<false>(steps, statistics_of_step);
+      }
+    } else {
+      if (shared.statistics[ring.slot][2 * kQueries] == 0.0f && is_inside(steps)) {
+        finish_plain(steps, statistics_of_step);
+      } else {
+        finish_any<false>(steps, statistics_of_step);
+      }
+    }
   }
 
   // -- steps --
@@ -543,17 +601,13 @@ struct Consumer {
   // of a step that does not come. So there is one loop, without products under conditions, which the assembler would
   // take apart.
   __device__ void step(const Steps& steps, bool first, bool more) {
-    const unsigned slot = uniform(ring.slot), statistics_of_step = statistics_address(ring.slot);
-    if (needs_care(steps, ring.slot)) {
-      finish_any(steps, statistics_of_step);
-    } else {
-      finish_plain(steps, statistics_of_step);
-    }
+    const unsigned slot = uniform(ring.slot);
+    finish(steps);
     const unsigned old_slot = ring.slot;
     ring.advance();
     const unsigned next_slot = uniform(ring.slot), buffer = uniform(count & 1);
 
-    if constexpr (kDsIsDbias) {
+    if constexpr (DBIAS == 2) {
       if (warp == 0 && lane == 0) ptx::tma_store_wait_read();  // ds of this buffer has been stored: it is written below
     }
     wait_turn();
@@ -563,7 +617,7 @@ struct Consumer {
     ptx::wgmma_fence();
     multiply_queries<HEAD_DIM>(dk, ds, q_right(slot, kQueryPanelBytes));
     ptx::wgmma_commit();
-    const unsigned ds_to = ds_address(count & 1);
+    const unsigned ds_to = matrix_address(ptx::shared_address(shared.ds[count & 1]));
     // The buffer is free: the other warpgroup had read it before it passed the turn the last time.
 #pragma unroll
     for (int n = 0; n < kQueries / 16; ++n)
@@ -604,7 +658,7 @@ struct Consumer {
     ptx::pin(s);
     ptx::pin(dp);
     ++count;
-    if constexpr (kDsIsDbias) {
+    if constexpr (DBIAS == 2) {
       last_m = steps.m;
       last_head = steps.query_head();
     }
@@ -612,9 +666,9 @@ struct Consumer {
 
   // ds of the step before, from where it is in shared memory, to the gradient of the bias.
   __device__ void send_dbias(const Steps& steps, unsigned buffer) const {
-    if constexpr (!kDsIsDbias) return;
+    if constexpr (DBIAS != 2) return;
     const int key0 = steps.tile.n * kKeys + warpgroup * kOwnKeys;
-    if (p.dbias_by_tma == 0 || warp != 0 || lane != 0 || key0 >= p.forward.seqlen_k) return;
+    if (warp != 0 || lane != 0 || key0 >= p.forward.seqlen_k) return;
     ptx::tma_store(dbias, ptx::shared_address(shared.ds[buffer][warpgroup]), key0, last_m * kQueries, last_head.h,
                    last_head.b);
     ptx::tma_store_commit();
@@ -701,7 +755,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_backward(const __grid_constant__ ptx::TensorMap q, const __grid_constant__ ptx::TensorMap k,
                     const __grid_constant__ ptx::TensorMap v, const __grid_constant__ ptx::TensorMap dout,
                     const __grid_constant__ ptx::TensorMap dk, const __grid_constant__ ptx::TensorMap dv,
-                    const __grid_constant__ ptx::TensorMap dbias, const __grid_constant__ HopperBackwardParams p) {
+                    const __grid_constant__ ptx::TensorMap bias, const __grid_constant__ ptx::TensorMap dbias,
+                    const __grid_constant__ HopperBackwardParams p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = static_cast<int>(threadIdx.x);
@@ -718,6 +773,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       init_barrier(shared.q_full[n], 1);
       init_barrier(shared.q_empty[n], kWarps);
     }
+    if constexpr (kLoadsBias) {
+      for (int n = 0; n < kBiasStages; ++n) {
+        init_barrier(shared.bias_full[n], 1);
+        init_barrier(shared.bias_empty[n], kWarps);
+      }
+    }
     for (int n = 0; n < 2; ++n) {
       init_barrier(shared.ds_full[n], kWarps);
       for (int sender = 0; sender < kSenders; ++sender) init_barrier(shared.dq_full[n][sender], 4);
@@ -732,7 +793,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::give_registers<24>();
     const int number = thread - 128 * kWarpgroups;
     if (number == 0) {
-      Loader{p, q, k, v, dout, shared}.run();
+      Loader{p, q, k, v, dout, bias, shared, {}}.run();
     } else if (number % 32 == 0) {
       Sender{p, shared}.run(number / 32 - 1);
     }

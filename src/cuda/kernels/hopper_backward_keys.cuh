@@ -244,7 +244,8 @@ struct ProbabilityConsumer : Consumer {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int e = 4 * g + 2 * r + c;
-          const float probability = probability_of(forward, head, slope, s[e], row[c], i0 + 8 * g + c, key(r),
+          const int i = i0 + 8 * g + c, j = key(r);
+          const float probability = probability_of(forward, slope, s[e], bias_near(forward, head, i, j), row[c], i, j,
                                                    visible(r, 2 * g + c), slopes[c]);
           slopes[c] *= probability * kHandedScale;
           s[e] = probability * kept.factor(forward, e);
@@ -317,9 +318,7 @@ struct GradientConsumer : Consumer {
   __device__ void differentiate(const Steps& steps, const Ring& ring, const unsigned (&handed)[kQueries / 4]) {
     const Head head = steps.query_head();
     const Kept<kQueries / 8, false> kept(p.forward, head, key(0), query(steps));
-    const auto value = [](unsigned pair, int which) {
-      return to_float(static_cast<Element>(which == 0 ? pair & 0xFFFF : pair >> 16)) * (1.0f / kHandedScale);
-    };
+    const auto value = [](unsigned pair, int which) { return of_pair(pair, which) * (1.0f / kHandedScale); };
 #pragma unroll
     for (int g = 0; g < kQueries / 8; ++g) {
       float row[4];

@@ -33,7 +33,6 @@ struct HopperBackwardParams {
   GradientRows dq_rows, dk, dv;  // dq_rows: of hopper_backward_queries.cuh
   void* dbias;                   // of the bias's type, an element for every score
   HopperForwardParams::Strides4 dbias_strides;
-  int dbias_by_tma;  // it has a tensor map
 
   Divisor query_tiles;      // of a head
   Divisor heads_kv, group;  // group: query heads of a key-value head
@@ -44,7 +43,8 @@ struct HopperBackwardParams {
   Divisor section_items;
   unsigned gangs;  // of a head
   int in_order;    // a key tile waits for those before it alone
-  // In order, whether key tiles go down from their last query tile, and not up; in this section the other way.
+  // In order, whether key tiles go down from their last query tile, and not up; in this section, which has all heads
+  // that are left, the other way.
   unsigned downwards, turned_section;
 };
 

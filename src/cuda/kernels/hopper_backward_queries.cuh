@@ -247,7 +247,8 @@ struct Consumer {
         for (int c = 0; c < 2; ++c) {
           const int e = 4 * g + 2 * r + c;
           float derivative;
-          const float probability = probability_of(p.forward, blocks.head, slope, s[e], minus_lse[r], row[r], j + c,
+          const float bias = bias_near(p.forward, blocks.head, row[r], j + c);
+          const float probability = probability_of(p.forward, slope, s[e], bias, minus_lse[r], row[r], j + c,
                                                    visible(r, 2 * g + c), derivative);
           gradient[c] = score_gradient(probability, dp[e], kept.factor(p.forward, e), minus_d[r], derivative);
         }

@@ -18,7 +18,8 @@
 //   CONSUMER_REGISTERS: the tile, see HopperForwardTile
 // - SMALL_SCALE: 0 < scale <= ln(2): it is folded into the exponent
 // - PAIRED: rows see different numbers of keys, and two tiles make a piece of work
-// - SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32), MASK, BLOCK_MASK, SINKS, DROPOUT: the options in use
+// - SOFTCAP, ALIBI, BIAS (1 type of q, 2 float32, 3 type of q and loaded by TMA), MASK, BLOCK_MASK, SINKS, DROPOUT: the
+//   options in use
 #if FLOAT16
 #define HEADRACE_MMA_TYPE "f16"
 #else
@@ -42,21 +43,31 @@ constexpr int kRedoWords = 64;
 constexpr bool kFinalScores = SOFTCAP || ALIBI || BIAS || !SMALL_SCALE;
 // In plain blocks they can be folded into the exponent all the same: what overflows there is made to be found in the
 // end.
-constexpr bool kFolds = SMALL_SCALE && !BIAS;
+constexpr bool kLoadsBias = BIAS == 3;
+constexpr bool kFolds = SMALL_SCALE && (!BIAS || kLoadsBias);
 constexpr float kUnit = kFinalScores ? kLn2 : 1.0f;  // of references, where p doubles
 // Work on each element, and so code, that outweighs what overlapping the products of two blocks gains: there is one way
 // through such a kernel, which compiles in seconds.
-constexpr bool kOverlap = !(BIAS || MASK || BLOCK_MASK || DROPOUT);
+constexpr bool kOverlap = !((BIAS && !kLoadsBias) || MASK || BLOCK_MASK || DROPOUT);
 constexpr float kRaiseAbove = 16384.0f;
+constexpr float kMostRise = FLOAT16 ? 4.0f : 64.0f;  // of scores from a plain block to the next, in units of log2
+// A bias that all but hides a block's keys leaves a reference far below the scores to come, and in float16 p has no
+// room above 1 for what a bias may add. Such a reference is no reason to do without the maximum.
+constexpr bool kSettles = !(BIAS && FLOAT16);
+constexpr float kLeastReference = -64.0f;
 // In the second pass p is at most 2^-64 in bfloat16, so that sums of p v cannot overflow; float16 values are too small
 // for that.
 constexpr float kSafeOffset = FLOAT16 ? 0.0f : 64.0f * kUnit;
+
+constexpr int kBiasPanels = kLoadsBias ? kKeys / kPanel : 1;
 
 struct alignas(1024) Shared {
   Element q[Q_BUFFERS][WARPGROUPS][kHeadPanels][kRowsOfWarpgroup * kPanel];
   Element k[STAGES][kHeadPanels][kKeys * kPanel];
   Element v[STAGES][kValuePanels][kKeys * kPanel];
   Element out[4 * WARPGROUPS][kOutPanels][kRowsOfWarp * kPanel];  // on its way out
+  Element bias[WARPGROUPS][kBiasPanels][kLoadsBias ? kRowsOfWarpgroup * kPanel : 8];
+  unsigned long long bias_full[WARPGROUPS], bias_empty[WARPGROUPS];
   unsigned long long q_full[Q_BUFFERS], q_empty[Q_BUFFERS];
   unsigned long long k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   unsigned redo[kRedoWords];
@@ -65,7 +76,46 @@ struct alignas(1024) Shared {
 
 extern "C" __constant__ unsigned dynamic_shared_bytes = sizeof(Shared);
 
-// ---- the producer: one thread ----
+// ---- the producers: one thread, and one more for each warpgroup's bias ----
+
+template <typename Wanted>
+__device__ inline Tile next_tile(const Params& p, TileWalk& walk, const Wanted& wanted) {
+  for (;;) {
+    Tile tile;
+    const Find found = walk.next(p, tile);
+    if (found == Find::end) return {{0, 0}, -1, 0};
+    if (found == Find::tile && wanted(tile.n)) return tile;
+  }
+}
+
+// Loads the bias of the blocks that its warpgroup does not pass over.
+struct BiasProducer {
+  const Params& p;
+  const ptx::TensorMap& bias;
+  Shared& shared;
+  const int warpgroup;
+  unsigned parity = 0;
+
+  template <typename Wanted>
+  __device__ void run(const Wanted& wanted) {
+    const unsigned full = ptx::shared_address(&shared.bias_full[warpgroup]);
+    TileWalk walk;
+    for (Tile tile = next_tile(p, walk, wanted); tile.m >= 0; tile = next_tile(p, walk, wanted)) {
+      Blocks blocks(p, tile);
+      const int row0 = tile.m * kRows + warpgroup * kRowsOfWarpgroup;
+      const OwnBlocks own(blocks.vis, row0);
+      for (; blocks.any(); blocks.advance()) {
+        if (hidden(blocks, own)) continue;
+        ptx::mbarrier_wait(ptx::shared_address(&shared.bias_empty[warpgroup]), parity ^ 1);
+        parity ^= 1;
+        ptx::mbarrier_expect(full, sizeof(shared.bias[0]));
+        for (int panel = 0; panel < kBiasPanels; ++panel)
+          ptx::tma_load(ptx::shared_address(shared.bias[warpgroup][panel]), bias, full,
+                        blocks.next * kKeys + panel * kPanel, row0, tile.h, tile.b);
+      }
+    }
+  }
+};
 
 struct Producer {
   const Params& p;
@@ -112,27 +162,17 @@ struct Producer {
     load_block(shared.v, shared.v_full, shared.v_empty, v_ring, v, tile, block);
   }
 
-  template <typename Wanted>
-  __device__ Tile next_tile(TileWalk& walk, const Wanted& wanted) const {
-    for (;;) {
-      Tile tile;
-      const Find found = walk.next(p, tile);
-      if (found == Find::end) return {{0, 0}, -1, 0};
-      if (found == Find::tile && wanted(tile.n)) return tile;
-    }
-  }
-
   // v of a block is asked for after k of the block behind it, in the order of use. The next tile is started when the
   // first blocks of this one are under way; where its q has no room of its own yet, at the end.
   template <typename Wanted>
   __device__ void run(const Wanted& wanted) {
     TileWalk walk;
-    Tile tile = next_tile(walk, wanted);
+    Tile tile = next_tile(p, walk, wanted);
     if (tile.m >= 0) start(tile, Blocks(p, tile).any());
     while (tile.m >= 0) {
       Tile following;
       const auto look_ahead = [&] {
-        following = next_tile(walk, wanted);
+        following = next_tile(p, walk, wanted);
         if (following.m >= 0) start(following, Blocks(p, following).any());
       };
       int before = -1, step = 0;
@@ -158,6 +198,7 @@ struct Consumer {
   const int warpgroup, warp, lane;
   ptx::RingPosition<Q_BUFFERS> q_ring;
   ptx::RingPosition<STAGES> k_ring, v_ring;
+  unsigned bias_parity = 0;
 
   float s[kKeys / 2];      // scores of a block, then p
   float o[VALUE_DIM / 2];  // sum of p v
@@ -255,6 +296,33 @@ struct Consumer {
     }
   }
 
+  // -- a loaded bias --
+
+  // Row r and a column of a block.
+  __device__ float bias_at(int r, int column) const {
+    const int row = warp * kRowsOfWarp + lane / 4 + 8 * r, in_panel = column % kPanel;
+    return to_float(
+        shared.bias[warpgroup][column / kPanel][row * kPanel + ((in_panel / 8) ^ (row & 7)) * 8 + in_panel % 8]);
+  }
+  // Of groups g and g + 1 of 8 columns, in pairs as p is packed.
+  __device__ void load_bias(unsigned (&pairs)[4], int g) const {
+    const int row = warp * kRowsOfWarp + (lane & 15), chunk = g % 8 + (lane >> 4);
+    ptx::load_matrices(pairs,
+                       ptx::shared_address(shared.bias[warpgroup][g / 8]) + row * 128 + ((chunk ^ (row & 7)) << 4));
+  }
+  __device__ void wait_bias() {
+    if constexpr (kLoadsBias) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.bias_full[warpgroup]), bias_parity);
+      bias_parity ^= 1;
+    }
+  }
+  __device__ void release_bias() {
+    if constexpr (kLoadsBias) {
+      __syncwarp();
+      release(shared.bias_empty[warpgroup], lane);
+    }
+  }
+
   // -- softmax --
 
   // A score, or raw product, in the units of references.
@@ -338,7 +406,11 @@ struct Consumer {
         offset[r] = nan_if_infinite(offset[r]);
       }
     }
+    unsigned bias[4];
     const auto exponentials = [&](int g) {
+      if constexpr (kLoadsBias && kPlain && kFolds) {
+        if (g % 2 == 0) load_bias(bias, g);
+      }
 #pragma unroll
       for (int e = 4 * g; e < 4 * g + 4; ++e) {
         const int r = (e >> 1) & 1;
@@ -346,7 +418,9 @@ struct Consumer {
           s[e] = ptx::exp2(fmaf(s[e], scale, offset[r]));
         } else if constexpr (kPlain && kFolds) {
           const float added = ALIBI ? fmaf(slope2, static_cast<float>(8 * g + (e & 1)), offset[r]) : offset[r];
-          s[e] = ptx::exp2(SOFTCAP ? s[e] + added : fmaf(s[e], scale, added));
+          float exponent = SOFTCAP ? s[e] + added : fmaf(s[e], scale, added);
+          if constexpr (kLoadsBias) exponent = fmaf(of_pair(bias[g % 2 * 2 + r], e & 1), kLog2E, exponent);
+          s[e] = ptx::exp2(exponent);
         } else {
           s[e] = exponential(s[e] + minus_reference[r]);
         }
@@ -419,7 +493,15 @@ struct Consumer {
     k_ring.advance();
 
     if constexpr (kPlain && kFolds && SOFTCAP) cap_scores();
-    if constexpr (kFinalScores && !(kPlain && kFolds)) finish_scores(p, rows, block, s, scale_of(p));
+    wait_bias();
+    if constexpr (kFinalScores && !(kPlain && kFolds)) {
+      if constexpr (kLoadsBias) {
+        finish_scores(p, rows, block, s, scale_of(p), [&](int r, int column) { return bias_at(r, column); });
+        release_bias();
+      } else {
+        finish_scores(p, rows, block, s, scale_of(p), BiasInMemory{p, rows, block});
+      }
+    }
     float factor[2] = {1.0f, 1.0f}, block_sum[2];
     bool rescale = false;
     if constexpr (!kPlain) {
@@ -430,6 +512,7 @@ struct Consumer {
       if constexpr (kProducts) finish_pv();
       if ((kBlock == Block::masked || !kOverlap) && rescale) scale_output(factor);
     });
+    if constexpr (kPlain && kFolds) release_bias();
     rows.sum[0] += block_sum[0];
     rows.sum[1] += block_sum[1];
     if constexpr (kPlain) raise_if_large(block_sum);
@@ -471,9 +554,14 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // Whether scores rise in it: before its query ALiBi raises them from block to block.
+  // Whether scores rise too far in it: before its query ALiBi raises them from block to block.
   __device__ bool rises(int block, const OwnBlocks& own) const {
-    return ALIBI && distance(p, own.rows.begin, (block + 1) * kKeys - 1) < 0;
+    return ALIBI && rows.slope * (kKeys * kLog2E) > kMostRise &&
+           distance(p, own.rows.begin, (block + 1) * kKeys - 1) < 0;
+  }
+  // Of all rows of the warpgroup, whose tensor cores work together.
+  __device__ bool reference_is_high() const {
+    return ptx::barrier_all(8 + warpgroup, 128, fminf(rows.reference[0], rows.reference[1]) > kLeastReference);
   }
   // The blocks of the tile; leaves the products of the last one pending.
   __device__ void run_blocks(Blocks& blocks, const OwnBlocks& own, bool safe) {
@@ -502,7 +590,8 @@ struct Consumer {
           step<Block::masked>(block, is_edge, safe);
         }
         first = false;
-        settled = block < own.settled_end && block >= own.full_begin;
+        settled = kSettles && block < own.settled_end && block >= own.full_begin;
+        if constexpr (BIAS != 0 && kSettles) settled = settled && reference_is_high();
       } else {
         step<Block::first>(block, is_edge, safe);
         finish_products();
@@ -641,7 +730,7 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
     hopper_forward(const __grid_constant__ ptx::TensorMap q, const __grid_constant__ ptx::TensorMap k,
                    const __grid_constant__ ptx::TensorMap v, const __grid_constant__ ptx::TensorMap out,
-                   const __grid_constant__ Params p) {
+                   const __grid_constant__ ptx::TensorMap bias, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = static_cast<int>(threadIdx.x);
@@ -649,6 +738,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
     init_slots(shared.q_full, shared.q_empty);
     init_slots(shared.k_full, shared.k_empty);
     init_slots(shared.v_full, shared.v_empty);
+    if constexpr (kLoadsBias) {
+      for (int w = 0; w < WARPGROUPS; ++w) {
+        ptx::mbarrier_init(ptx::shared_address(&shared.bias_full[w]), 1);
+        ptx::mbarrier_init(ptx::shared_address(&shared.bias_empty[w]), 4);
+      }
+    }
     ptx::mbarrier_init_fence();
   }
   if (thread < kRedoWords) shared.redo[thread] = 0;
@@ -670,10 +765,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   if (warpgroup == WARPGROUPS) {
     ptx::give_registers<PRODUCER_REGISTERS>();
     Producer producer{p, q, k, v, shared, {}, {}, {}};
-    const bool elected = thread == 128 * WARPGROUPS;
-    if (elected) producer.run(every_tile);
+    const int number = thread - 128 * WARPGROUPS;
+    BiasProducer bias_producer{p, bias, shared, number / 32 - 1};
+    const bool loads = number == 0;
+    const bool loads_bias = kLoadsBias && number % 32 == 0 && number > 0 && number <= 32 * WARPGROUPS;
+    if (loads) producer.run(every_tile);
+    if (loads_bias) bias_producer.run(every_tile);
     __syncwarp();
-    if (any_to_be_redone() && elected) producer.run(to_be_redone);
+    if (any_to_be_redone()) {
+      if (loads) producer.run(to_be_redone);
+      if (loads_bias) bias_producer.run(to_be_redone);
+    }
   } else {
     ptx::take_registers<CONSUMER_REGISTERS>();
     Consumer consumer{

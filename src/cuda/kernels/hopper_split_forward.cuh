@@ -255,7 +255,8 @@ struct Consumer {
     release(shared.k_empty[k_ring.slot], lane);
     k_ring.advance();
 
-    finish_scores(p.forward, rows, block, s, nan_if_infinite(scale_of(p.forward) * of_q.unit * of_k.unit));
+    finish_scores(p.forward, rows, block, s, nan_if_infinite(scale_of(p.forward) * of_q.unit * of_k.unit),
+                  BiasInMemory{p.forward, rows, block});
     if (is_edge || MASK) mask_scores(p.forward, rows, block, s);
     float factor[2];
     exponentiate(factor, of_v.largest);

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "cuda/launch/forward_constants.hpp"
+#include "cuda/launch/tma_rows.hpp"
+#include "describe/tensor_view.hpp"
 
 namespace headrace::cuda {
 namespace {
@@ -12,11 +14,11 @@ namespace {
 // Chosen by measurement on an H200: as many stages as fit the 227 KiB of shared memory, as much prefetch as fits the
 // registers.
 constexpr std::array<HopperBackwardTile, 5> tiles = {{
-    {64, 64, 128, 128, 2, 2, 0, 0},
-    {96, 96, 128, 64, 3, 4, 0, 0},
-    {128, 128, 128, 64, 3, 4, 0, 0},
-    {192, 128, 64, 64, 3, 0, 3, 2},
-    {256, 256, 64, 64, 2, 0, 2, 1},
+    {64, 64, 128, 128, 2, 1, 2, 2, 0, 0},
+    {96, 96, 128, 64, 3, 2, 2, 4, 0, 0},
+    {128, 128, 128, 64, 3, 2, 2, 4, 0, 0},
+    {192, 128, 64, 64, 3, 0, 0, 0, 3, 2},
+    {256, 256, 64, 64, 2, 0, 0, 0, 2, 1},
 }};
 
 KernelSource with(KernelSource source, const Constants& more) {
@@ -25,7 +27,7 @@ KernelSource with(KernelSource source, const Constants& more) {
 }
 
 std::vector<KernelSource> main_sources(const HopperBackwardTile& t, bool float16, bool small_scale, bool deterministic,
-                                       bool dbias, const Constants& options) {
+                                       bool loads_bias, int dbias, const Constants& options) {
   const auto source = [&](const std::string& name, const Constants& shape) {
     KernelSource result{.entry = name,
                         .file = name + ".cuh",
@@ -40,8 +42,11 @@ std::vector<KernelSource> main_sources(const HopperBackwardTile& t, bool float16
   if (t.two_passes())
     return {source("hopper_backward_keys", {{"STAGES", t.stages}}),
             source("hopper_backward_queries", {{"K_STAGES", t.k_stages}, {"V_STAGES", t.v_stages}})};
-  return {source("hopper_backward",
-                 {{"STAGES", t.stages}, {"PREFETCH", t.prefetch}, {"DETERMINISTIC", deterministic}, {"DBIAS", dbias}})};
+  return {source("hopper_backward", {{"STAGES", loads_bias ? t.stages_beside_bias : t.stages},
+                                     {"BIAS_STAGES", loads_bias ? t.bias_stages : 0},
+                                     {"PREFETCH", t.prefetch},
+                                     {"DETERMINISTIC", deterministic},
+                                     {"DBIAS", dbias}})};
 }
 
 KernelSource statistics_source(hr_dtype dtype, std::int64_t value_dim, int queries) {
@@ -95,6 +100,8 @@ bool accumulates_onto_zeros(const Problem& p, const HopperBackwardTile& tile) {
   return !takes_turns(p, tile) || p.has_block_mask;
 }
 
+bool loads_bias(const Problem& p, const HopperBackwardTile& tile) { return !tile.two_passes() && tma_walks_bias(p); }
+
 bool makes_dbias(const Problem& p, const HopperBackwardTile& tile) {
   const std::int64_t scores[4] = {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k};
   // Two long options at most: no kManyOptions of options.cuh.
@@ -102,9 +109,24 @@ bool makes_dbias(const Problem& p, const HopperBackwardTile& tile) {
   return p.need_dbias && !tile.two_passes() && other_options <= 1 && std::equal(scores, scores + 4, p.bias_shape);
 }
 
+bool has_dbias_in_vectors(const Problem& p) {
+  return p.need_dbias && p.dbias_aligned && p.dbias.key == 1 &&
+         p.seqlen_k * dtype_size(p.bias_dtype) % tma_alignment == 0 &&
+         tma_obstacle(pair_rows(p, p.dbias), p.bias_dtype).empty();
+}
+
+bool stores_dbias_by_tma(const Problem& p, const HopperBackwardTile& tile) {
+  // ds is the gradient of what is capped, and in float16 it is never infinite.
+  const bool is_ds = p.dtype == HR_BFLOAT16 && p.bias_dtype == p.dtype && p.softcap == 0;
+  return makes_dbias(p, tile) && is_ds && has_dbias_in_vectors(p);
+}
+
 std::vector<KernelSource> hopper_backward_sources(const Problem& p, const HopperBackwardTile& tile) {
-  return main_sources(tile, p.dtype == HR_FLOAT16, has_small_scale(p), takes_turns(p, tile), makes_dbias(p, tile),
-                      option_constants(p));
+  return main_sources(tile, p.dtype == HR_FLOAT16, has_small_scale(p), takes_turns(p, tile), loads_bias(p, tile),
+                      stores_dbias_by_tma(p, tile) ? 2
+                      : makes_dbias(p, tile)       ? 1
+                                                   : 0,
+                      option_constants(p, loads_bias(p, tile)));
 }
 KernelSource backward_statistics_source(const Problem& p, int queries) {
   return statistics_source(p.dtype, p.value_dim, queries);
@@ -119,10 +141,12 @@ KernelSource backward_convert_source(const Problem& p, const HopperBackwardTile&
   return convert_source(tile, p.dtype == HR_FLOAT16, accumulates_onto_zeros(p, tile));
 }
 KernelSource backward_bias_zeros_source(const Problem& p, const HopperBackwardTile& tile) {
-  KernelSource source{
-      .entry = "backward_bias_zeros",
-      .file = "backward_bias_zeros.cuh",
-      .constants = {{"FLOAT16", p.dtype == HR_FLOAT16}, {"KEYS", tile.keys}, {"QUERIES", tile.queries}}};
+  KernelSource source{.entry = "backward_bias_zeros",
+                      .file = "backward_bias_zeros.cuh",
+                      .constants = {{"FLOAT16", p.dtype == HR_FLOAT16},
+                                    {"KEYS", tile.keys},
+                                    {"QUERIES", tile.queries},
+                                    {"VECTORS", has_dbias_in_vectors(p)}}};
   return with(std::move(source), option_constants(p));
 }
 KernelSource backward_sinks_source(int queries) {
@@ -137,7 +161,7 @@ std::vector<KernelSource> backward_standard_set() {
   for (const HopperBackwardTile& tile : tiles) {
     for (const bool float16 : {false, true}) {
       for (const bool deterministic : {false, true}) {
-        for (const KernelSource& source : main_sources(tile, float16, true, deterministic, false, plain_constants()))
+        for (const KernelSource& source : main_sources(tile, float16, true, deterministic, false, 0, plain_constants()))
           add(source);
         if (!tile.two_passes()) add(convert_source(tile, float16, !deterministic));
       }

@@ -11,8 +11,10 @@ namespace headrace::cuda {
 // The shape of a tile, for heads up to (head_dim, value_dim).
 struct HopperBackwardTile {
   int head_dim, value_dim;
-  int keys, queries;       // of a step
-  int stages;              // steps of q and dout in shared memory
+  int keys, queries;  // of a step
+  int stages;         // steps of q and dout in shared memory
+  // hopper_backward: steps of a loaded bias there, and of q and dout beside them.
+  int bias_stages, stages_beside_bias;
   int prefetch;            // hopper_backward: groups of 8 queries whose statistics are read a step ahead
   int k_stages, v_stages;  // hopper_backward_queries: steps of k and of v in shared memory
 
@@ -47,9 +49,16 @@ bool takes_turns(const Problem& problem, const HopperBackwardTile& tile);
 // Whether dq is summed onto zeros, and not stored by the key tile that comes first.
 bool accumulates_onto_zeros(const Problem& problem, const HopperBackwardTile& tile);
 
+// Whether hopper_backward loads the bias by TMA.
+bool loads_bias(const Problem& problem, const HopperBackwardTile& tile);
+
 // Whether hopper_backward makes the gradient of the bias itself: where that has an element for every score, and there
 // are not so many options that the kernel would be too long.
 bool makes_dbias(const Problem& problem, const HopperBackwardTile& tile);
+// Whether its rows lie on multiples of 16 bytes, and it is written as many at a time.
+bool has_dbias_in_vectors(const Problem& problem);
+// Whether hopper_backward stores it by TMA.
+bool stores_dbias_by_tma(const Problem& problem, const HopperBackwardTile& tile);
 
 // What the build compiles ahead: every tile in both types, and float32.
 std::vector<KernelSource> backward_standard_set();

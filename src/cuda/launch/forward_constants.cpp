@@ -2,10 +2,11 @@
 
 namespace headrace::cuda {
 
-Constants option_constants(const Problem& p) {
+Constants option_constants(const Problem& p, bool loads_bias) {
   return {{"SOFTCAP", p.softcap > 0},
           {"ALIBI", p.has_alibi},
           {"BIAS", !p.has_bias                  ? 0
+                   : loads_bias                 ? 3
                    : p.bias_dtype == HR_FLOAT32 ? 2
                                                 : 1},
           {"MASK", p.has_mask},

@@ -11,8 +11,9 @@ namespace headrace::cuda {
 
 using Constants = std::vector<std::pair<std::string, long long>>;
 
-// The options in use, as constants of the compilation: of a problem, and of none.
-Constants option_constants(const Problem& problem);
+// The options in use, as constants of the compilation: of a problem, and of none. loads_bias: the kernel loads the bias
+// by TMA.
+Constants option_constants(const Problem& problem, bool loads_bias = false);
 Constants plain_constants();
 
 // Whether 0 < scale <= ln(2): then scale * log2(e) <= 1, and may be folded into an exponent of base 2.

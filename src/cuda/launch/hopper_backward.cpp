@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <optional>
 
 #include "cuda/launch/backward_pass.hpp"
@@ -18,14 +19,14 @@ namespace {
 
 constexpr int rows_of_warp = 16, convert_threads = 256, bias_zeros_threads = 256;
 
-// dq, dk or dv; or that of the bias, whose rows are queries.
+// dq, dk or dv.
 struct Gradient {
   RowsOfHeads rows;
   bool walkable;  // by TMA, which writes 16 bytes at a time, behind the end of a row too
   PlannedTensorMap planned_map;
 
-  Gradient(const RowsOfHeads& of, hr_dtype type, int box_rows = rows_of_warp)
-      : rows(of), walkable(of.size % 8 == 0 && tma_obstacle(of, type).empty()), planned_map(of, type, box_rows) {}
+  Gradient(const RowsOfHeads& of, hr_dtype type)
+      : rows(of), walkable(of.size % 8 == 0 && tma_obstacle(of, type).empty()), planned_map(of, type, rows_of_warp) {}
   [[nodiscard]] GradientRows at(void* data) const {
     return {.to = data,
             .strides = by_row(rows.strides),
@@ -60,6 +61,8 @@ class HopperBackward final : public BackwardPass {
     input("k", p.seqlen_k, p.heads_kv, p.head_dim, p.k, tile_.keys, p.k_aligned);
     input("v", p.seqlen_k, p.heads_kv, p.value_dim, p.v, tile_.keys, p.v_aligned);
     input("dout", p.seqlen_q, p.heads_q, p.value_dim, p.dout, tile_.queries, p.dout_aligned);
+    if (loads_bias(p, tile_))
+      bias_.emplace("bias", pair_rows(p, p.bias), p.dtype, tile_.queries, p.bias_aligned, workspace_bytes_);
     plan_main();
     if (tile_.two_passes()) {
       queries_.emplace(sources[1]).load();
@@ -67,12 +70,7 @@ class HopperBackward final : public BackwardPass {
     }
     if (makes_dbias(p, tile_) && (is_banded(p) || p.has_block_mask))
       bias_zeros_.emplace(backward_bias_zeros_source(p, tile_)).load();
-    // kDsIsDbias of the kernel.
-    if (makes_dbias(p, tile_) && p.dtype == HR_BFLOAT16 && p.bias_dtype == p.dtype && p.softcap == 0 &&
-        p.dbias.key == 1) {
-      const RowStrides strides{.batch = p.dbias.batch, .row = p.dbias.query, .head = p.dbias.head};
-      dbias_.emplace(RowsOfHeads{p.batch, p.seqlen_q, p.heads_q, p.seqlen_k, strides}, p.dtype, tile_.queries);
-    }
+    if (stores_dbias_by_tma(p, tile_)) dbias_.emplace(pair_rows(p, p.dbias), p.dtype, tile_.queries);
     convert_.emplace(backward_convert_source(p, tile_)).load();
     plan_convert();
     turns_offset_ = take(4 * (all_query_tiles() + 1));  // one more: the tickets
@@ -130,14 +128,19 @@ class HopperBackward final : public BackwardPass {
     const std::int64_t most_members =
         std::clamp<std::int64_t>(most_of_gang / std::max<std::int64_t>(query_tiles(), 1), 1, multiprocessors_);
     params.heads = static_cast<unsigned>(heads);
+    params.turned_section = std::numeric_limits<unsigned>::max();
     params.in_order = is_done_in_order(p, tile_);
     if (params.in_order != 0) {
       // Bounded below only, the first key tiles are those that see few queries.
       params.downwards = params.forward.band_hi >= p.seqlen_k - 1 && params.forward.band_lo > 1 - p.seqlen_q;
       set_sections(params, most_heads, 1);
+      // The last sections are one, if it would not fill the device else.
       const std::int64_t sections = ceil_div(heads, most_heads);
-      const bool full = (sections - 1) * most_heads * key_tiles_ >= multiprocessors_;
-      params.turned_section = static_cast<unsigned>(full ? sections - 1 : sections);  // or none
+      const std::int64_t turned_heads =
+          std::max<std::int64_t>(heads - (sections - 1) * most_heads, ceil_div(multiprocessors_, key_tiles_));
+      const std::int64_t turned_section = std::max<std::int64_t>(heads - turned_heads, 0) / most_heads;
+      const bool full = turned_section * most_heads * key_tiles_ >= multiprocessors_;
+      params.turned_section = static_cast<unsigned>(full ? turned_section : sections);  // or none
       return;
     }
     // What fills the device best; of equals, most heads, whose key tiles follow one another at the greatest distance.
@@ -182,9 +185,8 @@ class HopperBackward final : public BackwardPass {
     params.dq_rows = dq_.at(buffers.dq);
     params.dk = dk_.at(buffers.dk);
     params.dv = dv_.at(buffers.dv);
-    const GradientRows dbias_rows = dbias_ ? dbias_->at(buffers.dbias) : GradientRows{};
+    if ((dbias_ || bias_zeros_) && has_dbias_in_vectors(problem_)) check_aligned("dbias", buffers.dbias);
     params.dbias = buffers.dbias;
-    params.dbias_by_tma = dbias_rows.by_tma;
 
     // Without queries or keys nothing of them is loaded, but a map needs memory behind it.
     const auto map_of = [&](std::size_t input, const void* data) {
@@ -197,8 +199,10 @@ class HopperBackward final : public BackwardPass {
     CUtensorMap dout = any_q ? map_of(3, buffers.dout) : k;
     if (any_k) {
       CUtensorMap dk = dk_.map(params.dk, k), dv = dv_.map(params.dv, k);
-      CUtensorMap dbias = dbias_ ? dbias_->map(dbias_rows, k) : k;
-      void* one_pass[] = {&q, &k, &v, &dout, &dk, &dv, &dbias, &params};
+      CUtensorMap bias =
+          bias_ ? bias_->map(buffers.bias, workspace, static_cast<CUstream>(buffers.stream), context) : k;
+      CUtensorMap dbias = dbias_ ? dbias_->at(buffers.dbias) : k;
+      void* one_pass[] = {&q, &k, &v, &dout, &dk, &dv, &bias, &dbias, &params};
       void* two_passes[] = {&q, &k, &v, &dout, &dk, &dv, &params};
       // hopper_backward's blocks of threads stay.
       const std::int64_t blocks =
@@ -248,8 +252,10 @@ class HopperBackward final : public BackwardPass {
 
   [[nodiscard]] std::size_t shared_bytes() const {
     const Index columns = ceil_div(tile_.head_dim, 64) * 64 + ceil_div(tile_.value_dim, 64) * 64;
-    const Index loaded = columns * (tile_.keys + static_cast<Index>(tile_.stages) * tile_.queries);
-    const Index exchanged = 2 * static_cast<Index>(tile_.queries) * tile_.keys;
+    const Index of_scores = static_cast<Index>(tile_.queries) * tile_.keys;
+    const Index stages = bias_ ? tile_.stages_beside_bias : tile_.stages;
+    const Index loaded = columns * (tile_.keys + stages * tile_.queries) + (bias_ ? tile_.bias_stages : 0) * of_scores;
+    const Index exchanged = 2 * of_scores;
     return static_cast<std::size_t>(2 * (loaded + exchanged) + (tile_.two_passes() ? 0 : 4 * dq_floats));
   }
 
@@ -259,7 +265,8 @@ class HopperBackward final : public BackwardPass {
   int multiprocessors_;
   std::int64_t key_tiles_;  // of a head
   Gradient dq_, dk_, dv_;
-  std::optional<Gradient> dbias_;                  // where ds is stored as it is
+  std::optional<TmaInput> bias_;                   // where it is loaded by TMA
+  std::optional<PlannedTensorMap> dbias_;          // where it is stored by TMA
   std::array<std::optional<TmaInput>, 4> inputs_;  // q, k, v, dout
   HopperBackwardParams params_{};
   BackwardConvertParams convert_params_{};

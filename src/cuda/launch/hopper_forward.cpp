@@ -47,6 +47,9 @@ class HopperForward final : public CudaKernel {
     if (p.seqlen_k == 0) return;
     input("k", p.seqlen_k, p.heads_kv, p.head_dim, p.k, tile_.keys, p.k_aligned);
     input("v", p.seqlen_k, p.heads_kv, p.value_dim, p.v, tile_.keys, p.v_aligned);
+    if (!loads_bias(p, tile_)) return;
+    const RowsOfHeads bias = pair_rows(p, p.bias);
+    input("bias", bias.rows, bias.heads, bias.size, bias.strides, 64, p.bias_aligned);
   }
 
   [[nodiscard]] std::size_t workspace_bytes() const override { return workspace_bytes_; }
@@ -84,7 +87,8 @@ class HopperForward final : public CudaKernel {
     params.store_by_tma = out_walkable_ && reinterpret_cast<std::uintptr_t>(buffers.out) % tma_alignment == 0;
     // Where the kernel does not use it, any map will do.
     CUtensorMap map_out = params.store_by_tma ? map_out_.at(buffers.out) : map_q;
-    void* arguments[] = {&map_q, &map_k, &map_v, &map_out, &params};
+    CUtensorMap map_bias = inputs_[3] ? map_of(3, buffers.bias) : map_q;
+    void* arguments[] = {&map_q, &map_k, &map_v, &map_out, &map_bias, &params};
     launch(kernel, params.blocks, 128 * (tile_.warpgroups + 1), buffers.stream, arguments);
   }
 
@@ -103,7 +107,7 @@ class HopperForward final : public CudaKernel {
     const Index elements =
         static_cast<Index>(tile_.q_buffers) * tile_.rows() * panels(tile_.head_dim) +
         static_cast<Index>(tile_.stages) * tile_.keys * (panels(tile_.head_dim) + panels(tile_.value_dim)) +
-        static_cast<Index>(tile_.rows()) * 64 * tile_.out_panels_of_warp();
+        static_cast<Index>(tile_.rows()) * (64 * tile_.out_panels_of_warp() + (inputs_[3] ? tile_.keys : 0));
     return static_cast<std::size_t>(2 * elements);
   }
 
@@ -112,7 +116,7 @@ class HopperForward final : public CudaKernel {
   PlannedKernel kernel_;
   int multiprocessors_;
   HopperForwardParams params_{};
-  std::array<std::optional<TmaInput>, 3> inputs_;  // q, k, v; without keys, q
+  std::array<std::optional<TmaInput>, 4> inputs_;  // q, k, v, a loaded bias; without keys, q
   PlannedTensorMap map_out_;
   bool out_walkable_ = false;  // by TMA
   std::size_t workspace_bytes_ = 0;

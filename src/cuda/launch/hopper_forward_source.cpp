@@ -4,6 +4,7 @@
 #include <array>
 
 #include "cuda/launch/forward_constants.hpp"
+#include "cuda/launch/tma_rows.hpp"
 
 namespace headrace::cuda {
 namespace {
@@ -75,8 +76,13 @@ HopperForwardVariant hopper_forward_variant(const Problem& p, int multiprocessor
   return {tile, is_banded(p) && tiles_of(p, *tile) > static_cast<std::int64_t>(multiprocessors) * tile->blocks_per_sm};
 }
 
+bool loads_bias(const Problem& p, const HopperForwardTile& tile) {
+  return tile.has_room_for_bias() && tma_walks_bias(p);
+}
+
 KernelSource hopper_forward_source(const Problem& p, const HopperForwardVariant& variant) {
-  return source_of(*variant.tile, p.dtype == HR_FLOAT16, has_small_scale(p), variant.paired, option_constants(p));
+  return source_of(*variant.tile, p.dtype == HR_FLOAT16, has_small_scale(p), variant.paired,
+                   option_constants(p, loads_bias(p, *variant.tile)));
 }
 
 std::vector<KernelSource> hopper_forward_standard_set() {

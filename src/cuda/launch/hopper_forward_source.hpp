@@ -20,6 +20,7 @@ struct HopperForwardTile {
 
   [[nodiscard]] int rows() const { return 64 * warpgroups; }
   [[nodiscard]] int out_panels_of_warp() const;
+  [[nodiscard]] bool has_room_for_bias() const { return head_dim <= 128; }  // of a block, in shared memory
 };
 
 struct HopperForwardVariant {
@@ -32,6 +33,8 @@ struct HopperForwardVariant {
 // Small tiles where large ones would leave multiprocessors idle.
 HopperForwardVariant hopper_forward_variant(const Problem& problem, int multiprocessors);
 
+// Whether the kernel loads the bias by TMA.
+bool loads_bias(const Problem& problem, const HopperForwardTile& tile);
 KernelSource hopper_forward_source(const Problem& problem, const HopperForwardVariant& variant);
 
 // What the build compiles ahead: every tile in both types, with and without a causal mask or window.

@@ -1,35 +1,8 @@
 #include "cuda/launch/tensor_map.hpp"
 
-#include <fmt/format.h>
-
 #include "cuda/driver/driver.hpp"
-#include "describe/tensor_view.hpp"
 
 namespace headrace::cuda {
-namespace {
-
-// The stride of a dimension of one entry is never walked: any legal one does.
-std::int64_t stride_bytes(std::int64_t size, std::int64_t stride, hr_dtype dtype) {
-  return size <= 1 ? tma_alignment : stride * dtype_size(dtype);
-}
-
-}  // namespace
-
-std::string tma_obstacle(const RowsOfHeads& t, hr_dtype dtype) {
-  struct Dimension {
-    const char* name;
-    std::int64_t size, stride;
-  };
-  for (const Dimension& d : {Dimension{"batch", t.batch, t.strides.batch}, Dimension{"seqlen", t.rows, t.strides.row},
-                             Dimension{"heads", t.heads, t.strides.head}}) {
-    const std::int64_t bytes = stride_bytes(d.size, d.stride, dtype);
-    if (bytes % tma_alignment != 0 || bytes < 0 || bytes >= tma_largest_stride)
-      return fmt::format("the stride of its {} is {} elements, not a multiple of {} from 0 to 2^{}", d.name, d.stride,
-                         tma_alignment / dtype_size(dtype), dtype_size(dtype) == 2 ? 39 : 38);
-  }
-  return "";
-}
-
 CUtensorMap make_tensor_map(const RowsOfHeads& t, hr_dtype dtype, const void* data, int box_rows) {
   constexpr std::uint32_t rank = 4;
   const std::uint64_t sizes[rank] = {static_cast<std::uint64_t>(t.size), static_cast<std::uint64_t>(t.rows),

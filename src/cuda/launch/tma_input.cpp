@@ -68,10 +68,7 @@ TmaInput::TmaInput(const char* name, const RowsOfHeads& rows, hr_dtype dtype, in
 
 CUtensorMap TmaInput::map(const void* data, std::byte* workspace, CUstream stream, const ContextScope& context) const {
   if (obstacle_.empty()) {
-    if (reinterpret_cast<std::uintptr_t>(data) % tma_alignment != 0)
-      throw Failure(HR_ERROR_VALUE, fmt::format("{}: is at {}, but the plan was made for data aligned to {} bytes; "
-                                                "make a new plan",
-                                                name_, fmt::ptr(data), tma_alignment));
+    check_aligned(name_, data);
     return map_->at(data);
   }
   PackRowsParams params = params_;

@@ -54,6 +54,14 @@ __device__ inline void load_matrices(unsigned (&out)[4], unsigned shared) {
                : "memory");
 }
 
+// Each matrix transposed on its way.
+__device__ inline void load_matrices_transposed(unsigned (&out)[4], unsigned shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared)
+               : "memory");
+}
+
 // "stmatrix", the same the other way.
 __device__ inline void store_matrices(unsigned shared, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c),
