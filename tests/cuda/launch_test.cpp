@@ -425,8 +425,7 @@ TEST_F(LaunchOfKernels, LoadABiasThatIsAlignedAsPlanned) {
   call.a.bias.data = bias.data();
   call.a.dbias.data = dbias.data();
   for (const auto& [name, member, pass] :
-       {std::tuple{"bias", &hr_attention::bias, HR_FORWARD}, std::tuple{"bias", &hr_attention::bias, HR_BACKWARD},
-        std::tuple{"dbias", &hr_attention::dbias, HR_BACKWARD}}) {
+       {std::tuple{"bias", &hr_attention::bias, HR_FORWARD}, std::tuple{"dbias", &hr_attention::dbias, HR_BACKWARD}}) {
     SCOPED_TRACE(name);
     hr_attention unaligned = call.a;
     (unaligned.*member).data = static_cast<std::byte*>((call.a.*member).data) + 8;

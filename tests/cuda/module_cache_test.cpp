@@ -227,7 +227,7 @@ extern "C" __global__ void greedy() {}
   EXPECT_THAT(error_of([] {
                 load_kernel({"greedy", "greedy.cuh", {}});
               }),
-              HasSubstr("kernel greedy needs 1048592 bytes of shared memory for a block; this device has 232448"));
+              HasSubstr("kernel greedy needs 1048576 bytes of shared memory for a block; this device has 232448"));
 }
 
 TEST_F(ModuleCache, AHitTakesLessThanAMicrosecond) {
