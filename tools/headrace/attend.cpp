@@ -21,7 +21,7 @@
 namespace headrace::tool {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 struct AttendFlags {
   std::string input, output, dtype, device = "cpu";
@@ -149,8 +149,8 @@ void validate_flags(const AttendFlags& flags) {
   }
 }
 
-Json summary(const AttendFlags& flags, const Tensors& tensors) {
-  Json inputs = Json::object();
+OrderedJson summary(const AttendFlags& flags, const Tensors& tensors) {
+  OrderedJson inputs = OrderedJson::object();
   for (const auto& [name, array] : tensors)
     if (std::ranges::find(outputs, name) == std::end(outputs))
       inputs[name] = {{"shape", array.shape}, {"dtype", dtype_name(array.dtype)}};
@@ -168,7 +168,7 @@ void print_summary(const AttendFlags& flags, const Tensors& tensors) {
 }
 
 // Both passes, with their seconds into the report.
-void run_on_cpu(const AttendFlags& flags, const Tensors& tensors, Json& report) {
+void run_on_cpu(const AttendFlags& flags, const Tensors& tensors, OrderedJson& report) {
   Attention call = flags.options.attention();
   bind_tensors(call, tensors);
   report["seconds"]["forward"] = seconds([&] { forward(call); });
@@ -177,7 +177,7 @@ void run_on_cpu(const AttendFlags& flags, const Tensors& tensors, Json& report) 
 
 // The same with copies of the tensors on a GPU. The seconds are the device's, of a run after one that loads the kernel;
 // copies are not counted.
-void run_on_gpu(const AttendFlags& flags, const Gpu& gpu, Tensors& tensors, Json& report) {
+void run_on_gpu(const AttendFlags& flags, const Gpu& gpu, Tensors& tensors, OrderedJson& report) {
   const GpuStream stream;
   const GpuTensors on_gpu(tensors);
   Attention call = flags.options.attention();
@@ -201,7 +201,7 @@ int attend(const AttendFlags& flags) {
   Tensors tensors = read_inputs(flags);
   add_outputs(flags, tensors);
 
-  Json report = summary(flags, tensors);
+  OrderedJson report = summary(flags, tensors);
   if (!flags.json) print_summary(flags, tensors);
   if (gpu)
     run_on_gpu(flags, *gpu, tensors, report);

@@ -18,7 +18,7 @@
 namespace headrace::tool {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 struct BenchFlags {
   std::int64_t heads = 2, dim = 64;
@@ -45,14 +45,14 @@ void print_heading() {
              "memory", "error", "time", "GFLOP/s", "memory", "error", "faster");
 }
 
-std::string run_text(const Json& run) {
+std::string run_text(const OrderedJson& run) {
   return fmt::format("{:>10} {:>8.1f} {:>10} {:>8.1e}", format_seconds(run["seconds"].get<double>()),
                      run["gflops"].get<double>(), format_bytes(run["peak_bytes"].get<double>()),
                      number_or_nan(run["error"]));
 }
 
-void print_row(const Json& row) {
-  const Json& standard = row["standard"];
+void print_row(const OrderedJson& row) {
+  const OrderedJson& standard = row["standard"];
   const bool skipped = standard.contains("skipped");
   fmt::print("{:>8} | {} | {:>39} | {:>7}\n", row["seqlen"].get<std::int64_t>(), run_text(row["headrace"]),
              skipped ? standard["skipped"].get<std::string>() + ": skipped" : run_text(standard),
@@ -91,19 +91,19 @@ int bench(const BenchFlags& flags) {
   contest.standard_max_bytes = flags.max_memory > 0 ? flags.max_memory : available_memory() / 2;
   contest.inputs = normal_inputs;
 
-  Json report = {{"version", version()},
-                 {"machine", Json::parse(info())},
-                 {"pass", flags.backward ? "backward" : "forward"},
-                 {"dtype", flags.dtype},
-                 {"heads", flags.heads},
-                 {"dim", flags.dim},
-                 {"causal", flags.causal},
-                 {"threads", contest.threads},
-                 {"device", gpu ? gpu->name() : "cpu"},
-                 {"preallocate", flags.preallocate},
-                 {"blas", blas.description},
-                 {"standard_max_bytes", contest.standard_max_bytes},
-                 {"rows", Json::array()}};
+  OrderedJson report = {{"version", version()},
+                        {"machine", OrderedJson::parse(info())},
+                        {"pass", flags.backward ? "backward" : "forward"},
+                        {"dtype", flags.dtype},
+                        {"heads", flags.heads},
+                        {"dim", flags.dim},
+                        {"causal", flags.causal},
+                        {"threads", contest.threads},
+                        {"device", gpu ? gpu->name() : "cpu"},
+                        {"preallocate", flags.preallocate},
+                        {"blas", blas.description},
+                        {"standard_max_bytes", contest.standard_max_bytes},
+                        {"rows", OrderedJson::array()}};
   const bool table = flags.json != "-";
   if (table) {
     const std::string where =
@@ -118,7 +118,7 @@ int bench(const BenchFlags& flags) {
   Progress progress;
   for (const std::int64_t seqlen : flags.lengths) {
     contest.shape.seqlen = seqlen;
-    const Json row = gpu ? run_on_gpu(contest, *gpu) : run_contest(contest, progress);
+    const OrderedJson row = gpu ? run_on_gpu(contest, *gpu) : run_contest(contest, progress);
     report["rows"].push_back(row);
     progress.clear();
     if (table) print_row(row);

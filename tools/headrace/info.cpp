@@ -12,7 +12,7 @@
 namespace headrace::tool {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 // 143771 MiB rather than 150754820096.
 std::string bytes_text(std::uint64_t bytes) {
@@ -21,7 +21,7 @@ std::string bytes_text(std::uint64_t bytes) {
   return bytes < 10 * mib ? fmt::format("{} KiB", bytes / kib) : fmt::format("{} MiB", bytes / mib);
 }
 
-std::string value_text(const std::string& key, const Json& value) {
+std::string value_text(const std::string& key, const OrderedJson& value) {
   if (value.is_null()) return "none";
   if (value.is_boolean()) return value.get<bool>() ? "yes" : "no";
   if (value.is_string()) return value.get<std::string>();
@@ -29,9 +29,9 @@ std::string value_text(const std::string& key, const Json& value) {
   return value.dump();
 }
 
-std::string list_text(const Json& list) {
+std::string list_text(const OrderedJson& list) {
   std::string text;
-  for (const Json& item : list) {
+  for (const OrderedJson& item : list) {
     if (!text.empty()) text += ", ";
     text += value_text("", item);
   }
@@ -39,7 +39,7 @@ std::string list_text(const Json& list) {
 }
 
 // One line a value; what lies inside an object is named after it: "simd chosen". Objects of a list are numbered.
-void print_values(const std::string& prefix, const Json& object) {
+void print_values(const std::string& prefix, const OrderedJson& object) {
   for (const auto& [key, value] : object.items()) {
     const std::string name = prefix.empty() ? key : fmt::format("{} {}", prefix, key);
     const bool nested = value.is_object() || (value.is_array() && !value.empty() && value[0].is_object());
@@ -59,7 +59,7 @@ void add_info(CLI::App& app, Command& command) {
   info->add_flag("--json", *as_json, "Print a JSON object");
   info->callback([&command, as_json] {
     command = [as_json] {
-      const Json values = Json::parse(headrace::info());
+      const OrderedJson values = OrderedJson::parse(headrace::info());
       if (*as_json)
         fmt::print("{}\n", values.dump(2));
       else

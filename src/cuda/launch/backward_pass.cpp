@@ -15,7 +15,7 @@
 namespace headrace::cuda {
 namespace {
 
-constexpr int threads = 256;
+constexpr int block_threads = 256;
 constexpr float log2_e = 1.4426950408889634f;
 
 // Whether scores are in natural units when lse is subtracted, and not in those of log2: kFinalScores of
@@ -101,7 +101,7 @@ void BackwardPass::launch_statistics(const Buffers& buffers, std::byte* workspac
   params.turns = zeros.turns;
   params.tickets = zeros.tickets;
   void* arguments[] = {&params};
-  launch(statistics_.in(context), static_cast<unsigned>(all_query_tiles()), threads, buffers.stream, arguments);
+  launch(statistics_.in(context), static_cast<unsigned>(all_query_tiles()), block_threads, buffers.stream, arguments);
 }
 
 void BackwardPass::launch_sinks(const Buffers& buffers, std::byte* workspace, const ContextScope& context) const {
@@ -117,7 +117,7 @@ void BackwardPass::launch_sinks(const Buffers& buffers, std::byte* workspace, co
                              .query_tiles = static_cast<int>(query_tiles_),
                              .to_log2 = natural_units(p) ? log2_e : 1.0f};
   void* arguments[] = {&params};
-  launch(sinks_->in(context), static_cast<unsigned>(p.heads_q), threads, buffers.stream, arguments);
+  launch(sinks_->in(context), static_cast<unsigned>(p.heads_q), block_threads, buffers.stream, arguments);
 }
 
 BackwardGradientParams BackwardPass::gradient_params() const {

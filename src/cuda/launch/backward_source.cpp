@@ -13,7 +13,7 @@ namespace {
 
 // Chosen by measurement on an H200: as many stages as fit the 227 KiB of shared memory, as much prefetch as fits the
 // registers.
-constexpr std::array<HopperBackwardTile, 5> tiles = {{
+constexpr std::array<HopperBackwardTile, 5> backward_tiles = {{
     {64, 64, 128, 128, 2, 1, 2, 2, 0, 0},
     {96, 96, 128, 64, 3, 2, 2, 4, 0, 0},
     {128, 128, 128, 64, 3, 2, 2, 4, 0, 0},
@@ -82,7 +82,7 @@ KernelSource convert_source(const HopperBackwardTile& t, bool float16, bool accu
 }  // namespace
 
 const HopperBackwardTile& hopper_backward_tile(const Problem& p) {
-  return *std::find_if(tiles.begin(), tiles.end() - 1, [&](const HopperBackwardTile& t) {
+  return *std::find_if(backward_tiles.begin(), backward_tiles.end() - 1, [&](const HopperBackwardTile& t) {
     return p.head_dim <= t.head_dim && p.value_dim <= t.value_dim;
   });
 }
@@ -158,7 +158,7 @@ std::vector<KernelSource> backward_standard_set() {
   const auto add = [&](const KernelSource& source) {
     if (std::find(set.begin(), set.end(), source) == set.end()) set.push_back(source);
   };
-  for (const HopperBackwardTile& tile : tiles) {
+  for (const HopperBackwardTile& tile : backward_tiles) {
     for (const bool float16 : {false, true}) {
       for (const bool deterministic : {false, true}) {
         for (const KernelSource& source : main_sources(tile, float16, true, deterministic, false, 0, plain_constants()))

@@ -17,7 +17,7 @@
 namespace headrace::cuda {
 namespace {
 
-constexpr int rows_of_warp = 16, convert_threads = 256, bias_zeros_threads = 256;
+constexpr int rows_of_box = 16, convert_threads = 256, bias_zeros_threads = 256;
 
 // dq, dk or dv.
 struct Gradient {
@@ -26,7 +26,7 @@ struct Gradient {
   PlannedTensorMap planned_map;
 
   Gradient(const RowsOfHeads& of, hr_dtype type)
-      : rows(of), walkable(of.size % 8 == 0 && tma_obstacle(of, type).empty()), planned_map(of, type, rows_of_warp) {}
+      : rows(of), walkable(of.size % 8 == 0 && tma_obstacle(of, type).empty()), planned_map(of, type, rows_of_box) {}
   [[nodiscard]] GradientRows at(void* data) const {
     return {.to = data,
             .strides = by_row(rows.strides),

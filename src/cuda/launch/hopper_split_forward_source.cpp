@@ -10,7 +10,7 @@ namespace {
 
 // Chosen by measurement on an H200: blocks of keys as long as the registers, or beyond 128 columns the shared memory,
 // hold beside both parts of everything.
-constexpr std::array<HopperSplitTile, 3> tiles = {{
+constexpr std::array<HopperSplitTile, 3> split_tiles = {{
     {64, 64, 128, true},
     {128, 128, 64, false},
     {256, 128, 32, false},
@@ -44,7 +44,7 @@ KernelSource split_rows_source(int columns) {
 std::int64_t HopperSplitVariant::value_chunks(const Problem& p) const { return ceil_div(p.value_dim, tile->value_dim); }
 
 HopperSplitVariant hopper_split_variant(const Problem& p, int multiprocessors) {
-  const auto* tile = std::find_if(tiles.begin(), tiles.end() - 1, [&](const HopperSplitTile& t) {
+  const auto* tile = std::find_if(split_tiles.begin(), split_tiles.end() - 1, [&](const HopperSplitTile& t) {
     return p.head_dim <= t.head_dim && (p.value_dim <= t.value_dim || t.head_dim > 64);
   });
   const HopperSplitVariant variant{tile, false};
@@ -63,7 +63,7 @@ KernelSource split_rows_source(const Problem& p) {
 
 std::vector<KernelSource> hopper_split_standard_set() {
   std::vector<KernelSource> set;
-  for (const HopperSplitTile& tile : tiles)
+  for (const HopperSplitTile& tile : split_tiles)
     for (const bool paired : {false, true}) set.push_back(source_of(tile, paired, plain_constants()));
   for (const int columns : {64, 128, 256}) set.push_back(split_rows_source(columns));
   return set;

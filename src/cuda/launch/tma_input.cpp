@@ -13,9 +13,9 @@
 namespace headrace::cuda {
 namespace {
 
-constexpr std::int64_t row_alignment = 8;         // elements: 16 bytes of the smallest type
-constexpr std::size_t block_alignment = 64;       // bytes, of a copy in the workspace
-constexpr int threads = 256, most_blocks = 2048;  // about two rounds of all that a GPU holds at a time
+constexpr std::int64_t row_alignment = 8;              // elements: 16 bytes of the smallest type
+constexpr std::size_t block_alignment = 64;            // bytes, of a copy in the workspace
+constexpr int pack_threads = 256, most_blocks = 2048;  // about two rounds of all that a GPU holds at a time
 
 RowsOfHeads contiguous(RowsOfHeads t) {
   const std::int64_t pitch = ceil_div(t.size, row_alignment) * row_alignment;
@@ -61,7 +61,7 @@ TmaInput::TmaInput(const char* name, const RowsOfHeads& rows, hr_dtype dtype, in
              .size = static_cast<int>(rows.size),
              .pitch = static_cast<int>(packed.strides.head),
              .rows_of_warp = 0};
-  constexpr std::int64_t warps = threads / 32;
+  constexpr std::int64_t warps = pack_threads / 32;
   params_.rows_of_warp = ceil_div(params_.all, warps * most_blocks);
   blocks_ = static_cast<unsigned>(ceil_div(params_.all, warps * params_.rows_of_warp));
 }
@@ -75,7 +75,7 @@ CUtensorMap TmaInput::map(const void* data, std::byte* workspace, CUstream strea
   params.from = data;
   params.to = workspace + offset_;
   void* arguments[] = {&params};
-  launch(pack_->in(context), blocks_, threads, stream, arguments);
+  launch(pack_->in(context), blocks_, pack_threads, stream, arguments);
   return map_->at(params.to);
 }
 
