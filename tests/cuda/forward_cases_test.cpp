@@ -288,6 +288,26 @@ TEST_F(ForwardCases, BiasesThatRiseAndHide) {
   });
 }
 
+// Keys before their query and behind it, steep slopes and flat ones.
+TEST_F(ForwardCases, SlopesOnBothSidesOfTheQuery) {
+  std::vector<Spec> specs;
+  for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32}) {
+    for (const auto& [dim, seqlen_q] : {std::pair(64, 700), std::pair(128, 700), std::pair(128, 70)}) {
+      Spec s = spec(1, 2, 2, seqlen_q, 700, dim);
+      s.dtype = dtype;
+      s.alibi = Alibi::heads;
+      specs.push_back(s);
+    }
+  }
+  load_variants(specs, Passes::forward);
+  const std::vector<std::vector<double>> slopes = {{1e-4, 0.01, 0.05, 0.3}, {0.125, 0.7, 3.0, -0.01}};
+  in_parallel(specs.size() * slopes.size(), [&](std::size_t n) {
+    Call call = make_call(specs[n / slopes.size()]);
+    call.alibi_slopes.fill(slopes[n % slopes.size()]);
+    run_and_expect_exact_on_gpu(call);
+  });
+}
+
 // Two caps in a row; the mask comes after the cap.
 TEST_F(ForwardCases, SoftcapsAndMasks) {
   for (const double cap : {1.0, 15.0, 50.0, 1.0}) {

@@ -50,7 +50,6 @@ constexpr float kUnit = kFinalScores ? kLn2 : 1.0f;  // of references, where p d
 // through such a kernel, which compiles in seconds.
 constexpr bool kOverlap = !((BIAS && !kLoadsBias) || MASK || BLOCK_MASK || DROPOUT);
 constexpr float kRaiseAbove = 16384.0f;
-constexpr float kMostRise = FLOAT16 ? 4.0f : 64.0f;  // of scores from a plain block to the next, in units of log2
 // A bias that all but hides a block's keys leaves a reference far below the scores to come, and in float16 p has no
 // room above 1 for what a bias may add. Such a reference is no reason to do without the maximum.
 constexpr bool kSettles = !(BIAS && FLOAT16);
@@ -554,10 +553,10 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // Whether scores rise too far in it: before its query ALiBi raises them from block to block.
+  // Whether ALiBi has a key before its query in it: there it raises scores from block to block, and distances are not
+  // the line that exponentiate() makes of them.
   __device__ bool rises(int block, const OwnBlocks& own) const {
-    return ALIBI && rows.slope * (kKeys * kLog2E) > kMostRise &&
-           distance(p, own.rows.begin, (block + 1) * kKeys - 1) < 0;
+    return ALIBI && distance(p, own.rows.begin, (block + 1) * kKeys - 1) < 0;
   }
   // Of all rows of the warpgroup, whose tensor cores work together.
   __device__ bool reference_is_high() const {
