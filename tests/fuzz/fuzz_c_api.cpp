@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "describe/tensor_view.hpp"
 #include "headrace/headrace.h"
 
 namespace {
@@ -39,21 +40,6 @@ constexpr unsigned char poison = 0xFF;
     }                                                                                       \
   } while (0)
 
-std::int64_t size_of(std::int32_t dtype) {
-  switch (dtype) {
-    case HR_BOOL:
-      return 1;
-    case HR_FLOAT16:
-    case HR_BFLOAT16:
-      return 2;
-    case HR_FLOAT32:
-    case HR_INT32:
-      return 4;
-    default:
-      return 8;
-  }
-}
-
 enum class Role { input, output, ignored };
 
 // A tensor and the block that holds exactly its elements and the gaps between them.
@@ -68,7 +54,7 @@ struct Slot {
   // Offsets of the elements in the block; called where there is a block.
   template <typename Visit>
   void for_each(Visit&& visit) const {
-    const auto size = static_cast<std::size_t>(size_of(tensor->dtype));
+    const auto size = static_cast<std::size_t>(headrace::dtype_size(tensor->dtype));
     std::array<std::int64_t, 4> index{};
     for (;;) {
       std::int64_t offset = 0;
@@ -205,7 +191,7 @@ class Fuzz {
       if (stride < -largest_block || stride > largest_block) return;
       (stride < 0 ? below : above) += (t.shape[i] - 1) * stride;
     }
-    const std::int64_t size = size_of(t.dtype);
+    const std::int64_t size = headrace::dtype_size(t.dtype);
     if ((above - below) * size > largest_block) return;
     slot.bytes = static_cast<std::size_t>((above - below) * size);
     slot.memory = std::make_unique<unsigned char[]>(slot.bytes);

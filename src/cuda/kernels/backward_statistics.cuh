@@ -22,7 +22,7 @@ struct Chunk {
 #if FLOAT32
     return __uint_as_float(word[n]);
 #else
-    return to_float(static_cast<Element>(n % 2 == 0 ? word[n / 2] & 0xFFFF : word[n / 2] >> 16));
+    return of_pair(word[n / 2], n % 2);
 #endif
   }
 };

@@ -70,6 +70,7 @@ class HopperBackward final : public BackwardPass {
     }
     if (makes_dbias(p, tile_) && (is_banded(p) || p.has_block_mask))
       bias_zeros_.emplace(backward_bias_zeros_source(p, tile_)).load();
+    writes_dbias_in_vectors_ = (stores_dbias_by_tma(p, tile_) || bias_zeros_) && has_dbias_in_vectors(p);
     if (stores_dbias_by_tma(p, tile_)) dbias_.emplace(pair_rows(p, p.dbias), p.dtype, tile_.queries);
     convert_.emplace(backward_convert_source(p, tile_)).load();
     plan_convert();
@@ -185,7 +186,7 @@ class HopperBackward final : public BackwardPass {
     params.dq_rows = dq_.at(buffers.dq);
     params.dk = dk_.at(buffers.dk);
     params.dv = dv_.at(buffers.dv);
-    if ((dbias_ || bias_zeros_) && has_dbias_in_vectors(problem_)) check_aligned("dbias", buffers.dbias);
+    if (writes_dbias_in_vectors_) check_aligned("dbias", buffers.dbias);
     params.dbias = buffers.dbias;
 
     // Without queries or keys nothing of them is loaded, but a map needs memory behind it.
@@ -268,6 +269,7 @@ class HopperBackward final : public BackwardPass {
   std::optional<TmaInput> bias_;                   // where it is loaded by TMA
   std::optional<PlannedTensorMap> dbias_;          // where it is stored by TMA
   std::array<std::optional<TmaInput>, 4> inputs_;  // q, k, v, dout
+  bool writes_dbias_in_vectors_ = false;
   HopperBackwardParams params_{};
   BackwardConvertParams convert_params_{};
   std::size_t dq_offset_ = 0, turns_offset_ = 0;

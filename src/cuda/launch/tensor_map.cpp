@@ -3,6 +3,7 @@
 #include "cuda/driver/driver.hpp"
 
 namespace headrace::cuda {
+
 CUtensorMap make_tensor_map(const RowsOfHeads& t, hr_dtype dtype, const void* data, int box_rows) {
   constexpr std::uint32_t rank = 4;
   const std::uint64_t sizes[rank] = {static_cast<std::uint64_t>(t.size), static_cast<std::uint64_t>(t.rows),
